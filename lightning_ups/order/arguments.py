@@ -1,6 +1,6 @@
-"""Checking the range of an argument, where a wrong one would fail late or pass for something else, or has no effect.
+"""Checks arguments whose wrong values would fail late or be misread, and reports those without an effect.
 
-Kinds are left to the type checker and to jsonargparse, except those of numbers, which are compared.
+Types are left to the type checker and to jsonargparse, except for numbers.
 """
 
 import math
@@ -26,7 +26,7 @@ __all__ = [
 
 OnNoEffect = Literal["raise", "warn"]
 
-_KINDS = {int: (Integral, "a whole number"), float: (Real, "a number")}  # numpy's numbers too
+_KINDS = {int: (Integral, "a whole number"), float: (Real, "a number")}  # includes numpy's numbers
 
 
 def check_choice(name: str, value: object, choices: Sequence[object], *, of: str, why: str) -> None:
@@ -42,18 +42,18 @@ def check_choice(name: str, value: object, choices: Sequence[object], *, of: str
 def check_kind(
     name: str, value: Any, kind: type[int] | type[float], *, of: str, why: str, optional: bool = False
 ) -> None:
-    """Raise unless ``value`` is a number of ``kind``; a whole number is a float too, and True is none.
+    """Raise unless ``value`` is a number of ``kind``. An int is accepted as a float; a bool is not a number.
 
     Args:
-        name: Of the argument.
-        value: What was given.
+        name: The name of the argument.
+        value: Its value.
         kind: ``int`` or ``float``.
-        of: The class that got it.
-        why: What the argument is, as a sentence.
+        of: The class that takes the argument.
+        why: A sentence that says what the argument is.
         optional: Whether it may be None.
 
     Raises:
-        TypeError: If it is of another kind.
+        TypeError: If it has another type.
     """
     if value is None and optional:
         return
@@ -86,19 +86,19 @@ def raise_or_warn(message: str, on_no_effect: OnNoEffect) -> None:
 
 
 def check_path(name: str, value: Any, *, of: str, why: str) -> None:
-    """Raise ValueError if ``value`` is an empty string, which would be the present folder."""
+    """Raise ValueError if ``value`` is an empty string, which would be the current folder."""
     if value == "":
         raise ValueError(f"{of}({name}='') is an empty path. {why} Name one, or leave {name} out.")
 
 
 def check_least(name: str, value: Any, least: int, *, of: str, why: str, optional: bool = False) -> None:
-    """Raise unless ``value`` is a whole number from ``least`` to what loops and tensors hold.
+    """Raise unless ``value`` is an integer from ``least`` to ``sys.maxsize``.
 
     The arguments are those of `check_kind`.
 
     Raises:
-        TypeError: If it is no whole number.
-        ValueError: If it is below or above.
+        TypeError: If it is not an integer.
+        ValueError: If it is out of range.
     """
     check_kind(name, value, int, of=of, why=why, optional=optional)
     if value is not None and not least <= value <= sys.maxsize:
@@ -108,10 +108,10 @@ def check_least(name: str, value: Any, least: int, *, of: str, why: str, optiona
 
 
 def check_seed(seed: int, *, of: str, why: str) -> None:
-    """Raise unless ``seed`` is one for a generator of torch.
+    """Raise unless ``seed`` is valid for a ``torch.Generator``.
 
     Raises:
-        TypeError: If it is no whole number.
+        TypeError: If it is not an integer.
         ValueError: If it has more than 64 bits.
     """
     check_kind("seed", seed, int, of=of, why=why)
@@ -132,7 +132,7 @@ def check_finite(
     most: float | None = None,
     optional: bool = False,
 ) -> None:
-    """Raise unless ``value`` is a finite number, of 0 or more, or, where that is given, ``above`` another.
+    """Raise unless ``value`` is a finite number: at least 0 or, if given, larger than ``above``; at most ``most``.
 
     Raises:
         TypeError: If it is not a number.
@@ -149,7 +149,7 @@ def check_finite(
 
 
 def check_some(name: str, value: Sized | None, *, of: str, why: str) -> None:
-    """Raise if ``value`` is an empty list, which would take nothing where None would take what is found.
+    """Raise if ``value`` is an empty list, which would select nothing, while None selects automatically.
 
     Raises:
         ValueError: If it is empty.

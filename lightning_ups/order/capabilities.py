@@ -1,4 +1,4 @@
-"""What strategies, precisions and callbacks say of themselves, for the order of changes and for refusals to read."""
+"""Properties of strategies, precisions and callbacks that the applier and the refusals read."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ class AppliesDeclarations(ABC):
 
     Attributes:
         shards: Parameters are split over devices.
-        whole_graph: The strategy is code that must be compiled with the model, whole and without a graph break.
+        whole_graph: The strategy must be compiled with the model, as one graph without graph breaks.
     """
 
     shards: ClassVar[bool]
@@ -35,20 +35,20 @@ class AppliesDeclarations(ABC):
     @property
     @abstractmethod
     def settings(self) -> Mapping[str, Any]:
-        """How it divides the module, under the names that YAML has for it."""
+        """How it divides the module, with the names used in YAML."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionCapabilities:
-    """What a precision does that others have to know.
+    """Properties of a precision that other parts read.
 
     Args:
         wants_float8_gathers: The user asked that weights are gathered in float8.
-        holds_masters: The module's weights are lower in precision than those that the optimizer steps.
-        breaks_graphs: A compiled graph ends before each of its modules.
+        holds_masters: The optimizer steps master weights of higher precision than the module's weights.
+        breaks_graphs: Its modules cause graph breaks.
         excludes_compile: The argument that does not work in compiled code, or None.
-        recomputes_itself: What ActivationCheckpoint recomputes goes through a function of its own.
-        checkpoint: That function, once the module is converted.
+        recomputes_itself: ActivationCheckpoint must recompute with ``checkpoint``.
+        checkpoint: The precision's own checkpoint function, available once the module is converted.
     """
 
     wants_float8_gathers: bool = False
@@ -60,26 +60,26 @@ class PrecisionCapabilities:
 
 
 class HasCapabilities(ABC):
-    """A precision that states in which types it computes, and what else others have to know."""
+    """A precision that states its dtypes and capabilities."""
 
     policy: DtypePolicy
 
     @property
     @abstractmethod
     def capabilities(self) -> PrecisionCapabilities:
-        """What others have to know."""
+        """Properties that other parts read."""
 
 
 def capabilities_of(precision: Precision) -> PrecisionCapabilities:
-    """Return what ``precision`` states; a stock precision does nothing of it."""
+    """Return the capabilities of ``precision``; a stock precision has the defaults."""
     return precision.capabilities if isinstance(precision, HasCapabilities) else PrecisionCapabilities()
 
 
 def policy_of(precision: Precision) -> DtypePolicy | None:
-    """Return the policy of ``precision``, ours or stock; None if it cannot be expressed as one."""
+    """Return the dtype policy of ``precision``, or None if it cannot be expressed as one."""
     if isinstance(precision, HasCapabilities):
         return precision.policy
-    # The class itself: a subclass inherits the name "32-true" and may do more than it says.
+    # Exact classes only: a subclass inherits the name "32-true" and may do something else.
     return STOCK_POLICIES.get(precision.precision) if type(precision) in (Precision, MixedPrecision) else None
 
 
@@ -91,7 +91,7 @@ class Compilation:
         backend: The compiler behind Dynamo.
         fullgraph: Graph breaks are errors.
         must_succeed: A block that does not compile is an error.
-        blocks: Patterns of what is compiled. None: what repeats.
+        blocks: Patterns of the compiled modules. None: the blocks that repeat.
     """
 
     backend: str
@@ -101,14 +101,14 @@ class Compilation:
 
 
 class OnlyOne:
-    """A callback of which a Trainer can have one: it follows the whole run, and two would disturb each other."""
+    """A callback that a Trainer can have only once, because it follows the whole run."""
 
 
 @runtime_checkable
 class ReadsPastForward(Protocol):
-    """A module that reads the weight of a submodule where the submodule's forward does not run."""
+    """A module that reads the weight of a submodule without calling that submodule's forward."""
 
     @property
     def read_past_forward(self) -> Mapping[str, str]:
-        """The setting that makes it do so, by the name of the submodule."""
+        """Maps the name of each such submodule to the setting that causes it."""
         ...

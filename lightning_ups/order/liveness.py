@@ -1,4 +1,4 @@
-"""Finding optimizers that hold parameters which a conversion or a sharding has replaced."""
+"""Finds optimizers that hold parameters which a conversion or sharding has replaced."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,13 +9,13 @@ __all__ = ["check_live", "uncovered"]
 
 
 def check_live(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that would step parameters which the module no longer has, and so train nothing, in silence.
+    """Raise if an optimizer holds parameters that the module no longer has, which would silently train nothing.
 
-    A parameter that is kept outside the module, in a list say, is not dead as long as nothing in the module is left
-    without an optimizer: replaced parameters come in pairs, one dead and one uncovered.
+    Parameters kept outside the module, such as in a list, are allowed as long as every parameter of the module is in an
+    optimizer: replaced parameters come in pairs, one stale and one missing.
 
     Raises:
-        ValueError: If an optimizer holds dead parameters.
+        ValueError: If an optimizer holds stale parameters.
     """
     mine = set(module.parameters())
     dead = [p for p in _held(optimizers) if isinstance(p, nn.Parameter) and p not in mine]

@@ -1,4 +1,4 @@
-"""Where a strategy keeps parameters, and who applies the declarations under it."""
+"""Describes a strategy: whether it shards, and whether it applies declarations itself."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ __all__ = ["Placement"]
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a strategy keeps parameters, as far as the order must know.
+    """The properties of a strategy that the order of changes depends on.
 
     Args:
         name: The class of the strategy.
         shards: Whether parameters are split over devices.
         ours: Whether the strategy applies the declarations itself, before it shards.
-        whole_graph: Whether the strategy is code that must be compiled with the model, whole and without a break.
-        settings: How a strategy of ours divides the module, under the names that YAML has for it.
+        whole_graph: Whether the strategy must be compiled with the model, as one graph without graph breaks.
+        settings: How a strategy of this package divides the module, with the names used in YAML.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Placement:
 
     @classmethod
     def of(cls, strategy: Strategy | type[Strategy]) -> Self:
-        """Return what ``strategy``, an instance or a class, does."""
+        """Return the placement of ``strategy``, an instance or a class."""
         kind = strategy if isinstance(strategy, type) else type(strategy)
         if not issubclass(kind, AppliesDeclarations):
             shards = issubclass(kind, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy))

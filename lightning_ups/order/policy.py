@@ -1,4 +1,4 @@
-"""In which types a run computes, as data that strategies and refusals can read."""
+"""The dtypes of a run, as data that strategies and refusals can read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ __all__ = ["STOCK_POLICIES", "DtypePolicy"]
 
 @dataclass(frozen=True, kw_only=True)
 class DtypePolicy:
-    """Types of computation; parameters and optimizer state stay as the module made them. None: as they are.
+    """The dtypes of computation. Parameters and optimizer state keep their dtypes. None: unchanged.
 
     Args:
-        param: The type in which modules compute.
-        reduce: The type in which gradients are summed over devices.
-        output: The type of what a root returns, and so of a loss that is computed outside of it.
-        in_float32: Patterns of submodules that compute in float32 all the same.
+        param: The dtype in which modules compute.
+        reduce: The dtype in which gradients are reduced over devices.
+        output: The dtype of a root's outputs, and therefore of a loss that is computed outside of it.
+        in_float32: Patterns of submodules that compute in float32 anyway.
         autocast: Each operator chooses its dtype, as under ``torch.autocast``: matrix products and convolutions use
             ``param``, everything else keeps the dtype of its inputs. If False, whole modules compute in ``param``.
     """
@@ -35,7 +35,7 @@ class DtypePolicy:
         return cls(
             param=torch.bfloat16,
             reduce=torch.float32,
-            output=torch.float32,  # autocast runs losses in float32, whatever enters them
+            output=torch.float32,  # autocast runs losses in float32, whatever their inputs
             in_float32=as_patterns(in_float32),
             autocast=autocast,
         )

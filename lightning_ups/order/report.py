@@ -1,4 +1,4 @@
-"""What took effect in a run, part by part: written by the steps, stored by the manifest."""
+"""What took effect in a run: written by the steps, stored by the manifest."""
 
 from typing import Any
 
@@ -6,10 +6,9 @@ __all__ = ["Report"]
 
 
 class Report:
-    """Lines for people and facts for programs, under the name of the part that states them.
+    """Log lines for people and JSON values for programs, by the name of the part that reports them.
 
-    Facts are values that JSON knows. A part may add to them as the run goes on, such as the number of graphs, which
-    is known after the first step.
+    A part may add to them during the run, such as the number of graphs, which is known after the first step.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run holds from its first change until all changes are undone."""
+"""The state of a run, from its first change until all changes are undone."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ __all__ = ["RunState"]
 
 @dataclass
 class RunState:
-    """The state of one run, which its `Context` holds.
+    """The state of one run, held by its `Context`.
 
     Args:
-        undo: Undoes all changes, the last first.
+        undo: Undoes all changes, last first.
         to_wrap: Steps that wrap optimizers; empty once these are wrapped.
-        watches_gradients: Whether parameters without a gradient are looked for.
+        watches_gradients: Whether the run checks for parameters without a gradient.
     """
 
     undo: ExitStack = field(default_factory=ExitStack)

@@ -1,8 +1,8 @@
-"""Finding parameters that get no gradient because of a change of ours, in the first steps after they can get one.
+"""Finds parameters that get no gradient because of a change by this package, in the first steps.
 
 A parameter whose ``grad`` is still None before the third step of its optimizer is suspicious. The batch of that step
-then runs forward twice more, once as it is and once without our changes to forwards. If only the second reaches the
-parameter, a change of ours keeps it from training, which is an error. Nothing here waits for a device.
+then runs forward twice more, once as it is and once with the original forwards. If only the second forward reaches the
+parameter, a change by this package keeps it from training, which is an error. Nothing here synchronizes.
 """
 
 import random
@@ -24,7 +24,7 @@ from lightning_ups.transforms.patching import instead_of
 
 __all__ = ["held_by", "watch_gradients"]
 
-_STEPS = 3  # of its optimizer, in which a parameter has no gradient
+_STEPS = 3  # optimizer steps in which a parameter has no gradient
 _STEPS_BETWEEN_LOOKS = 100  # for parameters that were unfrozen within an epoch
 
 
@@ -34,15 +34,15 @@ def held_by(optimizers: Iterable[Any]) -> set[nn.Parameter]:
 
 
 def watch_gradients(trainer: Trainer, state: RunState, *, held: Iterable[nn.Parameter] = ()) -> None:
-    """Watch the gradients of a fit that begins, unless it is watched already, until its changes are undone.
+    """Watch the gradients of a fit that begins, until its changes are undone, unless they are already watched.
 
     Args:
-        trainer: In a fit, with its optimizers made.
-        state: Of the fit.
-        held: What the optimizers held before a change of ours.
+        trainer: The Trainer of a fit, with its optimizers created.
+        state: The state of the fit.
+        held: The parameters that the optimizers held before a change by this package.
 
     Raises:
-        RuntimeError: If an optimizer has lost a parameter; in a later step, if one is kept from getting a gradient.
+        RuntimeError: If an optimizer has lost a parameter; in a later step, if a parameter is kept from training.
     """
     lost = {*held} - held_by(trainer.optimizers)
     if names := [name for name, p in trainer.lightning_module.named_parameters() if p.requires_grad and p in lost]:
@@ -58,8 +58,8 @@ def watch_gradients(trainer: Trainer, state: RunState, *, held: Iterable[nn.Para
 class _Watch:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._watched: dict[nn.Parameter, int] = {}  # how many steps went by without a gradient
-        self._watched_then: set[nn.Parameter] = set()  # at the last look but those of epochs
+        self._watched: dict[nn.Parameter, int] = {}  # number of steps without a gradient
+        self._watched_then: set[nn.Parameter] = set()  # at the last look, not counting those of epochs
         self._trainable: set[nn.Parameter] = set()
         self._epoch, self._calls = -1, 0
         self._batch: tuple[Any, ...] | None = None
@@ -69,13 +69,13 @@ class _Watch:
         self._undo.enter_context(before_hooks_of_a_step(trainer.precision_plugin, self._check_step))
 
     def end(self) -> None:
-        """Take off what was put in the place of methods of the precision and the strategy."""
+        """Restore the replaced methods of the precision and the strategy."""
         self._undo.close()
         self._watched = {}
         self._keep_no_batch()
 
     def _keep_batches(self) -> None:
-        """Keep the batch of each step from the next on: a decision takes that of a later one."""
+        """Keep the batch of each step from the next on: a decision needs that of a later step."""
         self._keep_no_batch()
         stock = self._stock_step = self._trainer.strategy.training_step
 
@@ -90,7 +90,7 @@ class _Watch:
         self._batch = None
 
     def _check_step(self, model: LightningModule, optimizer: Any) -> None:
-        # Each step of a fit comes here, so this is as short as can be, and asks no property of the Trainer.
+        # Called in each step of a fit: kept short, and reads no property of the Trainer.
         self._calls += 1
         epoch = self._trainer.fit_loop.epoch_progress.current.completed
         if epoch != self._epoch or not self._calls % _STEPS_BETWEEN_LOOKS:
@@ -100,9 +100,9 @@ class _Watch:
             self._check(model, optimizer)
 
     def _look(self) -> None:
-        """Watch what has become trainable, at the start of an epoch and now and then."""
+        """Watch parameters that have become trainable, at the start of an epoch and every few steps."""
         if not self._calls % _STEPS_BETWEEN_LOOKS:
-            # What was watched then too is stepped by none, or has been frozen again.
+            # Parameters that were already watched then are stepped by no optimizer, or are frozen again.
             self._watched = {p: steps for p, steps in self._watched.items() if p not in self._watched_then}
             self._watched_then = {*self._watched}
         trainable = {p for p in held_by(self._trainer.optimizers) if p.requires_grad}
@@ -116,14 +116,14 @@ class _Watch:
     def _check(self, model: LightningModule, optimizer: Any) -> None:
         mine = held_by([optimizer])
         if all(p.grad is None for p in mine):
-            return  # the step is skipped, or something else has taken the gradients
+            return  # the step is skipped, or the gradients were taken elsewhere
         suspects = []
         for parameter in mine & self._watched.keys():
-            # A hook after the accumulation may have taken the gradient to where an optimizer of ours keeps it.
+            # A hook after accumulation may have moved the gradient to an optimizer of this package.
             if parameter.grad is not None or parameter._post_accumulate_grad_hooks:
                 del self._watched[parameter]
             elif not parameter.requires_grad:
-                del self._watched[parameter]  # and a look finds it, once it is unfrozen
+                del self._watched[parameter]  # found again once it is unfrozen
             else:
                 self._watched[parameter] += 1
                 if self._watched[parameter] == _STEPS:
@@ -165,8 +165,8 @@ class _Watch:
             return all(self._reached(model, missed))
 
     def _reached(self, model: LightningModule, parameters: Sequence[nn.Parameter]) -> list[bool]:
-        """Run the step's batch forward again, and return which of ``parameters`` its loss depends on."""
-        from lightning_ups.transforms.compile import State  # the compiler: imported for those who need it
+        """Run the step's batch forward again, and return for each of ``parameters`` whether its loss depends on it."""
+        from lightning_ups.transforms.compile import State  # the compiler: imported only if needed
 
         assert self._batch is not None
         before, random_now = State(model), _random_state()

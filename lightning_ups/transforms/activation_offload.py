@@ -1,4 +1,4 @@
-"""Keeping what blocks save for backward on the host, and bringing it back before it is needed."""
+"""Offloads tensors saved for backward to the host, and loads them before they are needed."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -17,24 +17,24 @@ from lightning_ups.transforms.forward import Forward, replaced_forward
 
 __all__ = ["Offloaded", "offload_activations"]
 
-MIN_BYTES = 2**20  # of a saved tensor: a copy takes some microseconds however small it is
-COMPARED_BYTES = 64 * 2**20  # at once, of a copy and what it is of
-SPREAD = 4  # a tensor with gaps goes with all of its storage, if that is not larger by more than this
-# Of a parameter. It identifies casts and views of the parameter, for which autograd has no other name.
+MIN_BYTES = 2**20  # of a saved tensor: a smaller copy takes as long
+COMPARED_BYTES = 64 * 2**20  # at once, when a copy is compared with its source
+SPREAD = 4  # a non-contiguous tensor is moved with its whole storage if that is at most this many times larger
+# Of a parameter. Identifies casts and views of it, for which autograd has no other name.
 _RESHAPING = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0"}
 
 
 @dataclass
 class Offloaded:
-    """What was moved, growing as blocks run.
+    """What was moved. The counts grow as blocks run.
 
     Args:
-        ran: The blocks that ran with gradients.
-        moved_bytes: Copied to the host, each storage once.
-        left_bytes: Saved on the device all the same: small tensors, those of classes of their own, and those whose
-            bytes mean conjugate or negative numbers.
-        shared: How many saved tensors shared what was moved already.
-        late: How many were needed before anyone had asked for them.
+        ran: Blocks that ran with gradients.
+        moved_bytes: Bytes copied to the host, each storage once.
+        left_bytes: Bytes saved on the device: small tensors, tensor subclasses, and tensors with a conjugate or
+            negative bit.
+        shared: Number of saved tensors that shared a storage already moved.
+        late: Number of tensors that were needed before their load began.
     """
 
     ran: set[nn.Module] = field(default_factory=set)
@@ -45,7 +45,7 @@ class Offloaded:
 
 
 class _Pool:
-    """Host memory that is used again, since pinning takes far longer than copying."""
+    """Pinned host memory that is reused, since pinning takes far longer than copying."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -53,7 +53,7 @@ class _Pool:
         self._all: list[Tensor] = []
 
     def take(self, nbytes: int) -> tuple[Tensor, Mark]:
-        """Return host memory of at least ``nbytes``, and when it may be written."""
+        """Return host memory of at least ``nbytes``, and the mark after which it may be written."""
         fitting = [pair for pair in self._free if nbytes <= pair[0].nbytes <= 2 * nbytes]
         if fitting:
             best = min(fitting, key=lambda pair: pair[0].nbytes)
@@ -68,7 +68,7 @@ class _Pool:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of host memory that it has ever taken, and keeps."""
+        """The bytes of host memory that the pool has allocated, and keeps."""
         return sum(memory.nbytes for memory in self._all)
 
     def close(self) -> None:
@@ -79,13 +79,13 @@ class _Pool:
 
 
 class _Range:
-    """Some bytes of a storage: on their way to the host, there, or back on the device."""
+    """A range of bytes in a storage: on its way to the host, there, or back on the device."""
 
     def __init__(self, source: Tensor, memory: Memory, pool: _Pool) -> None:
         self._memory, self.nbytes = memory, source.nbytes
         self._version, self._written = source._version, False
         self._kept: Tensor | None = None
-        self.source: Tensor | None = source  # until it is stored; meanwhile its memory must not be used again
+        self.source: Tensor | None = source  # until it is on the host; until then its memory must not be reused
         self._host, free = pool.take(source.nbytes)
         self.stored = memory.store([(self._host[: source.nbytes], source)], after=[memory.mark(), free])
         self._state = {"mark": self.stored}
@@ -94,17 +94,17 @@ class _Range:
         weakref.finalize(self, _give_back, memory, pool, self._host, self._state).atexit = False
 
     def let_go(self, *, keep: bool = False, check: bool = False) -> None:
-        """Let what is queued from now on use its memory; or keep it there, since it is needed next.
+        """Release the device memory to later work, or keep it because it is needed next.
 
         Args:
-            keep: Whether it stays on the device as well.
-            check: Whether the copy is compared with it; the host waits for that.
+            keep: Whether it also stays on the device.
+            check: Whether to compare the copy with it, which synchronizes.
 
         Raises:
-            RuntimeError: If they differ, although nobody is known to have written to it.
+            RuntimeError: If they differ, although no write to it was recorded.
         """
         self._memory.wait(self.stored)
-        self._written = self.written  # a copy may have been made after that
+        self._written = self.written  # the copy may have been made after that
         if check and not self._written and has_values(self._host) and not self._is_copied():
             raise RuntimeError(_filled_late(self.nbytes))
         if keep and self.device is None:
@@ -119,14 +119,14 @@ class _Range:
 
     @property
     def written(self) -> bool:
-        """Whether someone has written to it since it was saved."""
+        """Whether it was written to since it was saved."""
         here = self._kept if self.source is None else self.source
         return self._written or (here is not None and here._version != self._version)
 
     def load(self) -> None:
-        """Begin to bring it back."""
+        """Begin to load it to the device."""
         if self.device is None:
-            # Of the memory of this queue of work, which it goes back to.
+            # Allocated on the current stream, to which it is returned.
             self.device = self._memory.room(self.nbytes)
             after = [self._memory.mark(), self.stored]
             copies = [(self.device, self._host[: self.nbytes])]
@@ -144,13 +144,13 @@ class _Range:
 
 def _give_back(memory: Memory, pool: _Pool, host: Tensor, state: dict[str, Mark]) -> None:
     if "unused" in state:
-        memory.wait(state["unused"])  # the device's memory is free after this, and must not be written any more
+        memory.wait(state["unused"])  # the device memory is free after this, and must not be written to any more
     pool.give_back(host, state["mark"])
 
 
 @dataclass(frozen=True, eq=False)
 class _Handle:
-    """What autograd holds instead of a saved tensor."""
+    """What autograd holds in place of a saved tensor."""
 
     range: _Range
     start: int
@@ -158,26 +158,26 @@ class _Handle:
     run: "_Run"
 
 
-_Key = tuple[int, int, int, int]  # a storage, where in it, how many bytes, and how often it had been written to
+_Key = tuple[int, int, int, int]  # storage, offset, number of bytes, and version counter
 
 
 class _Run:
     """One forward of one block."""
 
     def __init__(self, before: "_Run | None") -> None:
-        self.before = None if before is None else weakref.ref(before)  # which is next in backward
-        self.is_first = False  # of its block, with anything to hold
+        self.before = None if before is None else weakref.ref(before)  # the next in backward
+        self.is_first = False  # whether it is the first run of its block that holds anything
         self.ranges: dict[_Key, weakref.ref[_Range]] = {}
-        self.held: list[_Range] = []  # whose sources must live
+        self.held: list[_Range] = []  # whose sources must stay alive
         self.prefetched = False
 
     def find(self, key: _Key) -> _Range | None:
-        """Return the range of these bytes, if it cannot be one that had their place before."""
+        """Return the range of these bytes, unless it may belong to an earlier tensor at this address."""
         found = self.ranges[key]() if key in self.ranges else None
         return found if found is not None and found.source is not None else None
 
     def prefetch(self) -> None:
-        """Begin to bring back everything that is still needed."""
+        """Begin to load everything that is still needed."""
         if not self.prefetched:
             self.prefetched = True
             for reference in reversed(self.ranges.values()):
@@ -194,11 +194,11 @@ class _Mover:
         self.done = Offloaded()
         self._last: _Run | None = None
         self._own: set[int] = set()  # storages of parameters and buffers
-        self._compared: set[nn.Module] = set()  # blocks whose copies were
+        self._compared: set[nn.Module] = set()  # blocks whose copies were compared
 
     @contextmanager
     def running(self, block: nn.Module) -> Iterator[None]:
-        """Move what is saved in a forward of ``block``."""
+        """Offload what a forward of ``block`` saves."""
         own, run = self._own, _Run(self._last)
         self._own = own | _storages(block)
         self.done.ran.add(block)
@@ -213,12 +213,12 @@ class _Mover:
             self._follow(run)
 
     def _follow(self, run: _Run) -> None:
-        # Copies of the block before have had the time of this one: what comes next may use their memory.
+        # The copies of the previous block have overlapped with this one: later work may use their memory.
         self.finish(keep=False)
         self._last = run if run.held else None
 
     def finish(self, *, keep: bool = True) -> None:
-        """Let go of the last block's tensors; or keep those that are on the device still, for its backward begins."""
+        """Release the last block's tensors; or keep those still on the device, because its backward begins."""
         last, self._last = self._last, None
         if last is not None:
             try:
@@ -228,7 +228,7 @@ class _Mover:
                 last.held.clear()
 
     def close(self) -> None:
-        """Give up the memory."""
+        """Free the memory."""
         self.finish(keep=False)
         self.pool.close()
 
@@ -265,7 +265,7 @@ class _Mover:
             type(tensor) is not self._memory.moves
             or tensor.device.type != self._memory.device.type
             or tensor.layout != torch.strided
-            or tensor.is_conj()  # their bytes are not their numbers
+            or tensor.is_conj()  # their bytes are not their values
             or tensor.is_neg()
         ):
             if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):
@@ -318,11 +318,11 @@ def _storages(module: nn.Module) -> set[int]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # and not where its data is: fake tensors have none
+    return tensor.untyped_storage()._cdata  # not the data pointer: fake tensors have none
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a parameter that was only reshaped or cast, as autocast does it."""
+    """Return whether ``tensor`` is a parameter that was only reshaped or cast, as by autocast."""
     node = tensor.grad_fn
     while node is not None and type(node).__name__ in _RESHAPING:
         node = node.next_functions[0][0]
@@ -337,20 +337,20 @@ def _is_parameter(tensor: Tensor) -> bool:
 def offload_activations(
     blocks: Iterable[nn.Module], *, memory: Memory | None = None, min_bytes: int = MIN_BYTES, device: torch.device
 ) -> Iterator[Offloaded]:
-    """Keep on the host what ``blocks`` save for backward while the context is open.
+    """Offload to the host what ``blocks`` save for backward while the context is open.
 
-    Parameters, views of them and casts of them stay. Each storage is copied once. Backward of a block brings back what
-    the block before it saved, while it computes. Values stay as they are, bit for bit. What a block saves first is
-    compared with its copies.
+    Parameters, and views and casts of them, are not moved. Each storage is copied once. The backward of a block loads
+    what the block before it saved, while it computes. Values do not change, bit for bit. The first tensors that a block
+    saves are compared with their copies.
 
     Args:
-        blocks: Whose forwards are followed, whatever runs in them, compiled or recomputed code too.
-        memory: Where the tensors are and where they go. None: as ``device`` has it.
-        min_bytes: Smaller tensors stay.
+        blocks: The blocks, compiled or recomputed or neither.
+        memory: Where the tensors are and go. None: the default of ``device``.
+        min_bytes: Smaller tensors are not moved.
         device: Where the blocks run.
 
     Yields:
-        What was moved, growing as they run.
+        What was moved; the counts grow as the blocks run.
     """
     mover = _Mover(memory_of(device) if memory is None else memory, min_bytes=min_bytes)
     with ExitStack() as undo:
@@ -362,7 +362,7 @@ def offload_activations(
 
 def _moving(inner: Forward, *, mover: _Mover) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Inside one graph with others a block saves nothing of its own, and does not count as one that ran.
+        # A block that is part of a larger graph saves nothing itself, and does not count as having run.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return inner(self, *args, **kwargs)
         if differentiated_by_torch_func():

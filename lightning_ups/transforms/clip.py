@@ -1,4 +1,4 @@
-"""Clipping gradients by their true norm, without waiting for the device."""
+"""Clips gradients by their true norm, without synchronizing."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
@@ -22,7 +22,7 @@ __all__ = [
 
 @runtime_checkable
 class TakesClipCoefficient(Protocol):
-    """An optimizer that multiplies the gradients while it reads them, and so saves a pass over them."""
+    """An optimizer that multiplies the gradients in its own kernel, which saves a pass over them."""
 
     def take_clip_coefficient(self, coefficient: Tensor) -> None:
         """Multiply the gradients of the next step by ``coefficient``."""
@@ -30,19 +30,19 @@ class TakesClipCoefficient(Protocol):
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients that ``parameters`` have."""
+    """Return the gradients of ``parameters``, without None."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def total_norm(gradients: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all ``gradients`` together, on their device, equal on every rank.
+    """Return the norm of all ``gradients``, on their device, equal on every rank.
 
-    It is of float64 where they all are, and of float32 otherwise. They may be whole, or sharded over one mesh or
-    several: each group is reduced over its own mesh. Of a sparse one the rows count that it has, each summed up first.
+    It is float64 if all of them are, and float32 otherwise. Gradients may be unsharded, or sharded over one mesh or
+    several: each group is reduced over its own mesh. For a sparse gradient, rows are coalesced first.
     """
     groups: dict[Any, list[Tensor]] = {}
     for gradient in map(_dense_part, gradients):
-        # Foreach norms want one device, one mesh and one type.
+        # Foreach norms require one device, one mesh and one dtype.
         mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
         groups.setdefault((gradient.device, mesh, gradient.dtype), []).append(gradient)
     norms = [_norm(group, norm_type) for group in groups.values()]
@@ -57,20 +57,20 @@ def _dense_part(gradient: Tensor) -> Tensor:
 
 
 def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
-    if gradients[0].is_complex():  # kernels that take a type for the result want a complex one here
+    if gradients[0].is_complex():  # kernels that take an output dtype require a complex one here
         gradients = [gradient.abs() for gradient in gradients]
     if gradients[0].dtype in (torch.float32, torch.float64) or isinstance(gradients[0], DTensor):
-        # For sharded ones torch would take them one by one, which on a GPU is a launch or two for each.
+        # For sharded gradients torch would compute them one by one, with a launch or two each on a GPU.
         together = True if gradients[0].device.type == "cuda" else None
         norm = whole_of(get_total_norm(gradients, norm_type, foreach=together))
         return norm if norm.dtype == torch.float64 else norm.float()
-    # In the type of the gradients a norm of bfloat16 would have eight bits.
+    # In the dtype of the gradients, a bfloat16 norm would have eight bits.
     norms = torch._foreach_norm(gradients, norm_type, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
 
 
 def clip_coefficient(norm: Tensor, *, max_norm: float) -> Tensor:
-    """Return what gradients of ``norm`` are multiplied by, at most 1, computed as torch does."""
+    """Return the factor, at most 1, that scales gradients of ``norm`` to ``max_norm``, computed as torch does."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

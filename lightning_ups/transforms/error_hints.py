@@ -1,4 +1,4 @@
-"""Errors within a step whose own words do not say what to do."""
+"""Adds hints to errors of a training step whose own text does not say what to do."""
 
 import traceback
 from collections.abc import Iterator
@@ -23,23 +23,23 @@ __all__ = [
     "note_shards",
 ]
 
-_OF_TWO_TYPES = ("same dtype", "expected scalar type", "should be the same")  # what torch says of a product of two
+_OF_TWO_TYPES = ("same dtype", "expected scalar type", "should be the same")  # torch's texts for products of two dtypes
 _OF_NO_KERNEL = ("unsupported dtype", "not implemented for", "expected both inputs to be")
 _OF_WHAT_WAS_FREED = ("out of bounds for storage of size 0", "but its data is not allocated yet")
-# What torch, and Transformer Engine, say of either.
+# Texts of torch and Transformer Engine for either.
 _OF_TYPES = ("dtype", "scalar type", "scalartype", "bias type", "bfloat16")
 
 
 @contextmanager
 def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[None]:
-    """Say why ``step`` of a sharded model fails, in this context, if shards or the type they are gathered in are why.
+    """Explain errors of ``step`` of a sharded model that are caused by shards or by the dtype of gathered weights.
 
     Args:
-        step: Its name.
-        param_dtype: The type in which modules compute; None: that of the parameters.
+        step: The name of the step.
+        param_dtype: The dtype in which modules compute; None: that of the parameters.
 
     Raises:
-        RuntimeError: If it fails so.
+        RuntimeError: If the step fails for such a reason.
     """
     try:
         yield
@@ -69,19 +69,19 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
 
 @contextmanager
 def explaining_types(step: str, *, param_dtype: torch.dtype | None) -> Iterator[None]:
-    """Say why ``step`` of a sharded model fails, in this context, if the type that it is gathered in is why.
+    """Explain errors of ``step`` of a sharded model that are caused by the dtype of gathered weights.
 
     Args:
-        step: Its name.
-        param_dtype: The type in which modules compute; None: that of the parameters.
+        step: The name of the step.
+        param_dtype: The dtype in which modules compute; None: that of the parameters.
 
     Raises:
-        RuntimeError: If it fails so.
+        RuntimeError: If the step fails for such a reason.
     """
     try:
         yield
     except RuntimeError as error:
-        # Without what is advised of what no compiler takes.
+        # Without the advice about code that no compiler supports.
         said = first_line(error).partition(". Something in it is beyond")[0]
         if (text := _about_types(step, said, error, param_dtype)) is not None:
             raise RuntimeError(text) from error
@@ -123,21 +123,21 @@ def _about_types(step: str, said: str, error: BaseException, param_dtype: torch.
 
 @contextmanager
 def explaining_shards_read(step: str) -> Iterator[None]:
-    """Say why ``step`` fails, in this context, if that is since it computes with what lists of parameters give.
+    """Explain errors of ``step`` that are caused by computing with shards from ``parameters()``.
 
     Args:
-        step: Its name.
+        step: The name of the step.
 
     Raises:
-        RuntimeError: If it fails so.
+        RuntimeError: If the step fails for this reason.
     """
     try:
         yield
-    except RuntimeError as error:  # NotImplementedError is one
+    except RuntimeError as error:  # also NotImplementedError
         said = first_line(error)
         _explain_shards_differentiated(step, said, error)
         if error.__cause__ is not None or not any(words in said for words in ("DTensor", "sharding strategy")):
-            raise  # explained already, or about something else
+            raise  # already explained, or about something else
         raise RuntimeError(
             f"{step} computes with shards where whole tensors are meant: {said}."
             " parameters() and named_parameters() give shards, within a step too; what is read by its name, as in"
@@ -149,7 +149,7 @@ def explaining_shards_read(step: str) -> Iterator[None]:
 
 @contextmanager
 def advice_on_mixed_types(cure: str, *, in_float32: bool = False) -> Iterator[None]:
-    """Let errors about types of tensors say where they come from, and ``cure``; or to let that part be in float32."""
+    """Explain dtype errors, with ``cure`` or the advice to compute that part in float32."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError) as error:
@@ -171,9 +171,9 @@ _OF_SHARDS = ("DTensor", "supported for tensor subclasses", "FSDP does not suppo
 
 
 def note_shards(error: BaseException, *, strategy: str) -> None:
-    """Let ``error`` say what to do if code outside of a step took a part of a tensor for the whole."""
+    """Add a hint to ``error`` if code outside of a step used a shard like a whole tensor."""
     if error.__cause__ is not None or getattr(error, "__notes__", None):
-        return  # explained already
+        return  # already explained
     if isinstance(error, (RuntimeError, TypeError, AssertionError)) and any(word in str(error) for word in _OF_SHARDS):
         error.add_note(
             f"Under {strategy} parameters and gradients are shards outside of a step: each device has a part (DTensor)."
@@ -191,9 +191,9 @@ _OF_A_SECOND_BACKWARD = {
 
 
 def note_second_backward(error: BaseException, *, kind: Literal["compiled", "selective"], cure: str) -> None:
-    """Add to ``error``, if it is that a graph of this kind knows one backward, what that means, and ``cure``."""
+    """Add an explanation and ``cure`` to ``error`` if a graph of this kind was differentiated twice."""
     known = any(words in str(error) for words in _OF_A_SECOND_BACKWARD[kind])
-    # One graph for what was two in eager code, of which one had its backward.
+    # One graph for what were two in eager code, one of which already had its backward.
     shared = kind == "compiled" and "backward through the graph a second time" in str(error) and _ends_compiled(error)
     if isinstance(error, RuntimeError) and (known or shared):
         error.add_note(
@@ -204,11 +204,11 @@ def note_second_backward(error: BaseException, *, kind: Literal["compiled", "sel
 
 
 def note_no_kernel(error: BaseException, *, asked: str) -> None:
-    """Add to ``error`` what to do if it says that none of the attention kernels that are allowed takes a call.
+    """Add a hint to ``error`` if none of the allowed attention kernels supports a call.
 
     Args:
-        error: What ended the run.
-        asked: The argument that allows them, as it was given.
+        error: The error that ended the run.
+        asked: The argument that allows the kernels, as it was given.
     """
     if isinstance(error, RuntimeError) and "No available kernel" in str(error):
         error.add_note(
@@ -225,14 +225,14 @@ def _ends_compiled(error: BaseException) -> bool:
 
 @contextmanager
 def explaining_torch_func(block: nn.Module, *, part: str) -> Iterator[None]:
-    """Say why ``block`` fails, in this context, if that is since it differentiates by `torch.func` itself.
+    """Explain errors of ``block`` that are caused by its use of `torch.func`.
 
     Args:
-        block: What runs.
-        part: What has hooks on what it saves for backward, by the name that users give it.
+        block: The block that runs.
+        part: The name of the callback that has saved-tensor hooks on it.
 
     Raises:
-        RuntimeError: If it fails so.
+        RuntimeError: If it fails for this reason.
     """
     try:
         yield
@@ -248,7 +248,7 @@ def explaining_torch_func(block: nn.Module, *, part: str) -> Iterator[None]:
 
 
 def float32_for(error: BaseException) -> str:
-    """Return the advice that lets the module in which ``error`` was raised compute in float32."""
+    """Return the advice to compute the module in which ``error`` was raised in float32."""
     found = _module_of(error)
     if found is None:
         return "let that part compute in float32, with in_float32=[...] in the precision, as BF16Precision has it"
@@ -259,7 +259,7 @@ def float32_for(error: BaseException) -> str:
 
 
 def _module_of(error: BaseException) -> tuple[str, nn.Module] | None:
-    """Return the innermost module in whose forward ``error`` was raised, preferring those that are none of torch's."""
+    """Return the innermost module in whose forward ``error`` was raised, preferably not one of torch's."""
     running, trace = [], error.__traceback__
     while trace is not None:
         running.append(trace.tb_frame.f_locals.get("self"))

@@ -1,6 +1,6 @@
-"""Process-wide switches that decide speed, set for a while and put back as they were.
+"""Process-wide switches that affect speed, set for a while and restored.
 
-A switch that is None is left as it is. Contexts nest: each puts back what it found, not a default.
+A switch that is None is not changed. Contexts nest: each restores the value that it found, not a default.
 """
 
 import gc
@@ -51,7 +51,7 @@ __all__ = [
 
 AttentionBackend = Literal["cudnn", "flash", "efficient", "math", "fa4", "fa3", "flex", "auto"]
 
-# Those that torch's own function chooses among; the others are sent there by `routed_attention`.
+# The kernels that torch's own function chooses among; `routed_attention` handles the others.
 _BACKENDS: dict[AttentionBackend, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -61,14 +61,14 @@ _BACKENDS: dict[AttentionBackend, SDPBackend] = {
 _NAMES = {backend: name for name, backend in _BACKENDS.items()}
 _GPU_ONLY = frozenset({"cudnn", "efficient", "fa4", "fa3", "flex", "auto"})
 _TF32_CAPABILITY = (8, 0)
-_FROZEN_BY_PYTHON = 5_000  # since 3.12 the interpreter freezes some hundreds of its own objects when it starts
+_FROZEN_BY_PYTHON = 5_000  # since 3.12 the interpreter freezes some hundreds of its own objects at start
 _MB = 1 << 20
 _MAX_MB = 1 << 44  # the allocator counts bytes in 64 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flags:
-    """What to switch; None leaves a switch as it is. ``AccelerationFlags`` says what each means."""
+    """Values to set; None does not change a switch. ``AccelerationFlags`` documents each."""
 
     tf32: bool | None = None
     cudnn_benchmark: bool | None = None
@@ -86,13 +86,13 @@ class Flags:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """Return what is not left as it is."""
+        """Return the switches that are not None."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def of_allocator(self) -> dict[str, Any]:
-        """Return what is asked of the CUDA allocator, under the allocator's own names."""
+        """Return the settings for the CUDA allocator, with the allocator's own names."""
         return {name: value for name, value in self.asked.items() if name in _ALLOCATOR}
 
 
@@ -101,10 +101,10 @@ _ALLOCATOR = ("expandable_segments", "max_split_size_mb", "garbage_collection_th
 
 @contextmanager
 def accelerated(flags: Flags, *, device: torch.device) -> Iterator["PacedCollection | None"]:
-    """Set what ``flags`` ask for and what has an effect on ``device``; yield what collects garbage, if anything does.
+    """Set the ``flags`` that have an effect on ``device``; yield the garbage collector, if it is paced.
 
     Raises:
-        RuntimeError: If an attention kernel or an allocator setting cannot be had here.
+        RuntimeError: If an attention kernel or an allocator setting is not available.
     """
     idle = without_effect(flags, device=device)
     with ExitStack() as stack:
@@ -120,7 +120,7 @@ def accelerated(flags: Flags, *, device: torch.device) -> Iterator["PacedCollect
 
 
 def without_effect(flags: Flags, *, device: torch.device) -> dict[str, str]:
-    """Return which of ``flags`` change nothing on ``device``, and why."""
+    """Return the ``flags`` that have no effect on ``device``, with the reasons."""
     asked = flags.asked
     if device.type != "cuda":
         why = f"no effect on {device.type}"
@@ -151,14 +151,14 @@ def tf32(*, enabled: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(restore)
         write_tf32(enabled=enabled)
-        if read_tf32().cudnn != before.cudnn:  # torch guards, and keys its cache, on that of matrix products only
+        if read_tf32().cudnn != before.cudnn:  # torch's guards and cache keys only include the flag of matrix products
             stack.enter_context(_own_graphs(f"cudnn_tf32={enabled}"))
         yield
 
 
 @contextmanager
 def cudnn_benchmark(*, enabled: bool) -> Iterator[None]:
-    """Let cuDNN try its convolution algorithms, or not, while the context is open."""
+    """Turn cuDNN's benchmark mode on or off while the context is open."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = enabled
     try:
@@ -169,19 +169,19 @@ def cudnn_benchmark(*, enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def attention_backends(names: Sequence[AttentionBackend], *, device: torch.device) -> Iterator[None]:
-    """Let ``scaled_dot_product_attention`` use the kernels ``names``, in this order, and no others.
+    """Let ``scaled_dot_product_attention`` use only the kernels ``names``, in this order.
 
-    With kernels that torch's own function does not know, or ``"auto"``, it is replaced meanwhile.
+    For kernels that torch's own function does not have, or ``"auto"``, the function is replaced.
 
-    A graph has its attention kernel baked in, and neither a guard nor the key of torch's cache on disk knows of it:
-    graphs made under another choice are dropped at both ends, and those made here get keys of their own.
+    The attention kernel is fixed in a graph, and neither a guard nor the key of torch's cache on disk depends on it.
+    Graphs made under another choice are therefore dropped at both ends, and graphs made here get their own keys.
 
     Raises:
-        RuntimeError: If a kernel cannot be had on ``device``.
+        RuntimeError: If a kernel is not available on ``device``.
     """
     _check_attention(names)
     wanted = _had_on(device, names)
-    if not wanted and "auto" in names:  # which is what torch does there
+    if not wanted and "auto" in names:  # torch's behavior there
         yield
         return
     errors = {name: attention_kernel_error(name, device=device) for name in wanted or names}
@@ -208,7 +208,7 @@ def attention_backends(names: Sequence[AttentionBackend], *, device: torch.devic
 
 
 def attention_is_unused(names: Sequence[AttentionBackend], *, device: torch.device) -> bool:
-    """Return whether no attention came to what `attention_backends` put in the place of torch's function."""
+    """Return whether no attention call reached the replacement made by `attention_backends`."""
     wanted = _had_on(device, names)
     return _beyond_torchs(wanted) and not has_routed(wanted)
 
@@ -221,7 +221,7 @@ def _had_on(device: torch.device, names: Sequence[AttentionBackend]) -> list[Att
 
 
 def _auto_is_math(names: Sequence[str], had: Sequence[str]) -> bool:
-    # It can do whatever is asked, where what is in front of it cannot.
+    # It supports every call, also those that the kernels before it do not.
     return bool(had) and "auto" in names and not {"auto", "math"} & {*had}
 
 
@@ -230,7 +230,7 @@ def _beyond_torchs(names: Sequence[AttentionBackend]) -> bool:
 
 
 def attention_kernel_error(name: AttentionBackend, *, device: torch.device) -> str | None:
-    """Return why the attention kernel ``name`` cannot run on ``device``, found by running it once, or None."""
+    """Run the attention kernel ``name`` once on ``device``, and return why it fails, or None."""
     dtype = torch.float32
     if device.type == "cuda":
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
@@ -256,12 +256,12 @@ def attention_kernel_error(name: AttentionBackend, *, device: torch.device) -> s
 
 @contextmanager
 def allocator(**changes: Any) -> Iterator[None]:
-    """Change settings of the CUDA allocator, for memory asked for from now on, while the context is open.
+    """Change settings of the CUDA allocator for new allocations, while the context is open.
 
-    What the environment set and ``changes`` do not name stays. Memory that is already reserved keeps its kind.
+    Other settings from the environment stay. Memory that is already reserved is not affected.
 
     Raises:
-        RuntimeError: If the allocator does not follow.
+        RuntimeError: If the allocator does not accept a setting.
     """
     if (backend := torch.cuda.get_allocator_backend()) != "native":
         raise RuntimeError(
@@ -273,7 +273,7 @@ def allocator(**changes: Any) -> Iterator[None]:
     before = allocator_settings() or {}
     text = next((before[name] for name in before if name.endswith("ALLOC_CONF")), "")
     with ExitStack() as stack:
-        # Two strings: the first says what the second, torch's own, would leave as it is.
+        # Two strings: the first resets what the second, torch's own, would not change.
         stack.callback(set_allocator_settings, text)
         stack.callback(
             set_allocator_settings,
@@ -296,10 +296,10 @@ def _check_followed(changes: dict[str, Any]) -> None:
 
 
 class PacedCollection(AbstractContextManager["PacedCollection"]):
-    """Python's garbage collector, run every ``interval`` batches instead of whenever it likes.
+    """Run Python's garbage collector every ``interval`` batches, instead of automatically.
 
-    Automatic collections stop the ranks at different moments, and each waits for the slowest. After the first batch,
-    what lives by then (the model, compiled code, modules) is frozen: later collections do not look at it.
+    Automatic collections stop the ranks at different times, and all wait for the slowest. After the first batch, all
+    existing objects (the model, compiled code, modules) are frozen: later collections skip them.
     """
 
     def __init__(self, interval: int) -> None:
@@ -313,11 +313,11 @@ class PacedCollection(AbstractContextManager["PacedCollection"]):
         return self
 
     def after_batch(self) -> None:
-        """Count a batch, and collect when it is time."""
+        """Count a batch, and collect if it is time."""
         self._batches += 1
         if self._batches == 1:
             gc.collect()
-            # One pool for the process: thawing ours would thaw what a caller has frozen, so theirs stays alone.
+            # The process has one frozen pool: unfreezing ours would unfreeze objects that a caller froze.
             if not _is_frozen():
                 gc.freeze()
                 self._froze = True
@@ -332,7 +332,7 @@ class PacedCollection(AbstractContextManager["PacedCollection"]):
 
 
 def current_flags() -> dict[str, Any]:
-    """Return what every switch is now, read from torch and Python."""
+    """Return the current values of all switches, read from torch and Python."""
     now, attention = read_tf32(), read_attention()
     return {
         "tf32_matmul": now.matmul,

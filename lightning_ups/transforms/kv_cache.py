@@ -1,4 +1,4 @@
-"""Turning off the key-value cache of models that would fill it in training."""
+"""Turns off the key-value cache of models during training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,19 +11,19 @@ from lightning_ups.transforms.quoted import first_line
 
 __all__ = ["kv_cache_as_before", "without_kv_cache"]
 
-_OFF = OnModule[list[Any]]("kv_cache")  # configs below a module in which it is off for now
+_OFF = OnModule[list[Any]]("kv_cache")  # configs below a module whose cache is off
 
 
 @contextmanager
 def without_kv_cache(module: nn.Module) -> Iterator[list[str]]:
-    """Set ``use_cache`` to False in every config below ``module`` that has it on, while the context is open.
+    """Set ``use_cache`` to False in every config below ``module`` while the context is open.
 
-    Models of transformers have it on by default. In training the cache is of no use, recomputation fills it a second
-    time, and a compiled block is compiled anew for each layer's place in it. ``generate`` goes by the generation
-    config, which is not touched.
+    Models of transformers have the cache on by default. In training it is useless, recomputation fills it a second
+    time, and a compiled block is recompiled for each layer index. ``generate`` uses the generation config, which is not
+    changed.
 
     Yields:
-        The names of what was turned off, such as ``model.config.text_config.use_cache``.
+        The names of the changed settings, such as ``model.config.text_config.use_cache``.
 
     Raises:
         ValueError: If a config cannot be changed.
@@ -48,7 +48,7 @@ def without_kv_cache(module: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def kv_cache_as_before(module: nn.Module) -> Iterator[None]:
-    """Show what `without_kv_cache` has turned off as it was, while configs are written down."""
+    """Show the original values that `without_kv_cache` has changed, while configs are saved."""
     turned_off = _OFF.get(module) or []
     for config in turned_off:
         config.use_cache = True
@@ -62,7 +62,7 @@ def kv_cache_as_before(module: nn.Module) -> Iterator[None]:
 def _turn_off(name: str, config: Any) -> None:
     try:
         config.use_cache = False
-    except (AttributeError, TypeError) as error:  # FrozenInstanceError is an AttributeError
+    except (AttributeError, TypeError) as error:  # includes FrozenInstanceError
         raise ValueError(
             f"{name}.use_cache is on and cannot be turned off: {first_line(error)}."
             " The cache is of no use in training, and recomputation and compilation of single blocks break on it."
@@ -82,5 +82,5 @@ def _nested(name: str, config: Any, seen: set[int]) -> Iterator[tuple[str, Any]]
     seen.add(id(config))
     yield name, config
     for key, value in vars(config).items():
-        if type(value).__name__.endswith("Config"):  # a text_config, a vision_config, a decoder
+        if type(value).__name__.endswith("Config"):  # such as text_config, vision_config, decoder
             yield from _nested(f"{name}.{key}", value, seen)

@@ -1,4 +1,4 @@
-"""What was done to a module, kept by the module itself."""
+"""Values stored on a module."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -13,28 +13,28 @@ T = TypeVar("T")
 
 
 class OnModule(Generic[T]):
-    """One value for each module, which goes when the module goes, and which a copy of the module does not have.
+    """One value per module, which is freed with the module, and which copies of the module do not have.
 
-    The value may hold the module. In a ``WeakKeyDictionary`` such a module would live for ever.
+    The value may reference the module. In a ``WeakKeyDictionary`` such a module would never be freed.
 
     Args:
-        name: Of what is kept, unlike that of anything else.
+        name: A unique name of the value.
     """
 
     def __init__(self, name: str) -> None:
         self._name = f"_lightning_ups_{name}"
 
     def get(self, module: nn.Module) -> T | None:
-        """Return what was kept for ``module``, or None."""
+        """Return the value stored for ``module``, or None."""
         kept = vars(module).get(self._name)
-        return kept.value if kept is not None and kept.owner() is module else None  # a shallow copy has it too
+        return kept.value if kept is not None and kept.owner() is module else None  # a shallow copy has it, too
 
     def keep(self, module: nn.Module, value: T) -> None:
-        """Keep ``value``, in the place of any before."""
+        """Store ``value``, replacing an earlier one."""
         vars(module)[self._name] = _Kept(ref(module), value)
 
     def drop(self, module: nn.Module) -> None:
-        """Keep nothing for ``module`` any more."""
+        """Remove the value of ``module``."""
         vars(module).pop(self._name, None)
 
 
@@ -44,8 +44,8 @@ class _Kept:
 
     @override
     def __reduce__(self) -> Any:
-        return _Kept, (_nobody, None)  # for a copy and for a file
+        return _Kept, (_nobody, None)  # for copies and pickles
 
 
 def _nobody() -> None:
-    """Return the owner of what a copy kept."""
+    """Return the owner of a copied value."""

@@ -1,4 +1,4 @@
-"""Putting a method in the place of one that an object has, for a while."""
+"""Temporarily replaces a method of an object."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ _UNKNOWN: Any = object()
 
 @contextmanager
 def instead_of(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Let ``owner`` call ``method`` by ``name`` while the context is open, and give it back what it had of its own.
+    """Replace the method ``name`` of ``owner`` by ``method`` while the context is open.
 
-    Contexts may end in any order: what was put in the place of ``method`` meanwhile stays.
+    Contexts may end in any order: a later replacement stays.
     """
     place: Any = method
     place.before, place.over = vars(owner).get(name, _UNKNOWN), False

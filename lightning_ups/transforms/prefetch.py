@@ -1,17 +1,16 @@
-"""Copying batches to the device beside the work of the step before.
+"""Copies batches to the device while the previous step computes.
 
-Note [Whose memory]. A copy that runs beside training must write where no work that is queued still reads or writes.
-torch's allocator gives memory out again in the order of the stream that asked for it. Memory that a second stream asked
-for would come back only when the host sees that training is done with it (``record_stream``), and a host that is many
-steps ahead would ask for more with each. So memory is asked for in the order of training, one step early, and a mark is
-set: all work that may use it still lies before the mark. The second stream waits for the mark and copies; training's
-stream waits for the copy. From then on the tensor is like any other, and one batch more is on the device than without.
-Only what is given up before training waited for its copy is recorded for the second stream.
+Note [Memory]. An overlapped copy must not write to memory that queued work still reads or writes. torch's allocator
+reuses memory in the order of the stream that allocated it. Memory allocated on a second stream would be reused only
+when the host sees that training is done with it (``record_stream``), so a host that is many steps ahead would allocate
+more and more. Memory is therefore allocated on the training stream, one step early, followed by a mark: all work that
+may use the memory is queued before the mark. The second stream waits for the mark and copies; the training stream waits
+for the copy. From then on the tensor is like any other, and the device holds one more batch. Only memory that is given
+up before training has waited for its copy is recorded for the second stream.
 
-Note [Nothing moves]. Hooks and loaders keep their places. What the transfer of a batch asks of a tensor, to be on the
-device, is answered by a copy on the second stream: it begins at once where it is asked for, while the device is still
-at the step before if the host is ahead; or it was begun in the midst of that step (`CopiesAhead.start`), where the
-batch was known by then.
+Note [Order]. Hooks and loaders run at their usual places. When the transfer of a batch moves a tensor to the device, a
+copy on the second stream is returned. That copy starts immediately, while the device is still at the previous step if
+the host is ahead; or it was started in the middle of that step (`CopiesAhead.start`), if the batch was already known.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,39 +25,39 @@ from typing_extensions import override
 
 __all__ = ["MIN_BYTES", "CopiesAhead", "CopyCounts", "CudaLane", "Lane", "lane_for", "tensors_in"]
 
-MIN_BYTES = 2**16  # a smaller copy takes less than what hides it
+MIN_BYTES = 2**16  # a smaller copy takes less time than overlapping it
 _Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class Lane(Protocol):
-    """A second stream of a device, on which copies run beside the work of training."""
+    """A second stream of a device, on which copies overlap with training."""
 
     device: torch.device
 
     def is_pinned(self, source: Tensor) -> bool:
-        """Return whether the device can read ``source`` of the host without this process."""
+        """Return whether the device can read ``source`` on the host directly."""
         ...
 
     def memory(self, like: Tensor) -> Tensor:
-        """Return a tensor on the device of the shape, strides and type of ``like``, in the order of training."""
+        """Return a tensor on the device with the shape, strides and dtype of ``like``, from the training stream."""
         ...
 
     def mark(self) -> Any:
-        """Return the point that training has queued its work up to."""
+        """Return the point up to which training has queued its work."""
         ...
 
     def copy(self, target: Tensor, source: Tensor, *, after: Any, non_blocking: bool) -> Any:
-        """Copy when ``after`` is passed, beside training; return the point at which the copy is made."""
+        """Copy after ``after``, overlapping with training; return the point at which the copy is done."""
         ...
 
     def join(self, copied: Any) -> None:
-        """Let the work that training queues from now on wait for a copy."""
+        """Let later work of training wait for a copy."""
 
     def wait(self, copied: Any) -> None:
         """Let the host wait for a copy."""
 
     def give_up(self, target: Tensor) -> None:
-        """Keep the memory of ``target`` from others until the copies that are queued are made."""
+        """Keep the memory of ``target`` allocated until the queued copies are done."""
 
 
 class CudaLane:
@@ -73,11 +72,11 @@ class CudaLane:
         return source.is_pinned()
 
     def memory(self, like: Tensor) -> Tensor:
-        """Return memory of training's stream."""
+        """Allocate memory on the training stream."""
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
 
     def mark(self) -> Any:
-        """Return an event on training's stream."""
+        """Record an event on the training stream."""
         return torch.cuda.current_stream(self.device).record_event()
 
     def copy(self, target: Tensor, source: Tensor, *, after: Any, non_blocking: bool) -> Any:
@@ -88,11 +87,11 @@ class CudaLane:
         return self._stream.record_event()
 
     def join(self, copied: Any) -> None:
-        """Let training's stream wait."""
+        """Let the training stream wait."""
         torch.cuda.current_stream(self.device).wait_event(copied)
 
     def wait(self, copied: Any) -> None:
-        """Let the host wait, for this copy alone."""
+        """Let the host wait for this copy only."""
         copied.synchronize()
 
     def give_up(self, target: Tensor) -> None:
@@ -101,20 +100,20 @@ class CudaLane:
 
 
 def lane_for(device: torch.device) -> Lane | None:
-    """Return a second stream of ``device``, or None if it needs none: a CPU reads batches where they are."""
+    """Return a second stream of ``device``, or None for devices that need none, such as a CPU."""
     return CudaLane(device) if device.type == "cuda" else None
 
 
 @dataclass(slots=True)
 class CopyCounts:
-    """How the tensors of batches came to the device.
+    """How the tensors of batches were copied to the device.
 
     Args:
-        ahead: Copied in the midst of the step before.
-        beside: Copied beside it as far as the host was ahead of the device.
-        plain: Copied in the order of training: of a shape that was not foreseen, as in the first batch.
-        in_vain: Copied ahead, and not asked for.
-        unpinned: Of all of these, those in memory that is not pinned.
+        ahead: Copied in the middle of the previous step.
+        beside: Copied during the previous step, if the host was ahead of the device.
+        plain: Copied in the order of training: tensors of a new shape, as in the first batch.
+        in_vain: Copied ahead, and not used.
+        unpinned: Of all these, tensors in memory that is not pinned.
     """
 
     ahead: int = 0
@@ -126,18 +125,18 @@ class CopyCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    place: int  # among the tensors of the batch
-    source: Tensor  # kept, so that its memory and its id stay its own
+    place: int  # index among the tensors of the batch
+    source: Tensor  # kept alive, so that its memory and id are not reused
     target: Tensor
     copied: Any
 
 
 class CopiesAhead:
-    """Copies batches to the device of ``lane``, each beside the work of the step before.
+    """Copies batches to the device of ``lane``, each during the previous step.
 
     Args:
         lane: Where copies run.
-        min_bytes: Smaller tensors are copied as ever.
+        min_bytes: Smaller tensors are copied as usual.
 
     Attributes:
         counts: What was done so far.
@@ -147,19 +146,19 @@ class CopiesAhead:
         self.counts = CopyCounts()
         self._lane, self._min_bytes = lane, min_bytes
         self._free: dict[_Kind, list[Tensor]] = {}
-        self._mark: Any = None  # behind all work that may use what is free
+        self._mark: Any = None  # after all work that may use the free memory
         self._started: dict[int, _Started] = {}
-        self._in_vain: set[int] = set()  # places whose tensors were copied ahead and not asked for
-        self._asked: list[Tensor] = []  # on the device, in the transfer that goes on
+        self._in_vain: set[int] = set()  # indices of tensors that were copied ahead and not used
+        self._asked: list[Tensor] = []  # on the device, in the current transfer
 
     def start(self, batch: Any) -> None:
-        """Begin to copy ``batch``, which is transferred next and stays as it is until then; not if it has begun."""
+        """Start to copy ``batch``, which is transferred next and must not change until then."""
         if self._started:
             return
         for place, source in enumerate(tensors_in(batch)):
             if place in self._in_vain or not self._suits(source) or not self._lane.is_pinned(source):
                 continue
-            if id(source) in self._started:  # it is in the batch twice; memory being written to may not be let go
+            if id(source) in self._started:  # it is in the batch twice; memory of a running copy must not be freed
                 continue
             target, mark = self._taken(source) or (self._lane.memory(source), self._lane.mark())
             copied = self._lane.copy(target, source, after=mark, non_blocking=True)
@@ -167,7 +166,7 @@ class CopiesAhead:
 
     @contextmanager
     def transfer(self) -> Iterator[None]:
-        """Answer what code within this context asks of tensors of the host: to be on the device."""
+        """Return prefetched copies for tensors that code in this context moves to the device."""
         try:
             with _Answers(self):
                 yield
@@ -177,7 +176,7 @@ class CopiesAhead:
             raise
 
     def forget(self) -> None:
-        """Give up what was begun or kept for a batch that does not come."""
+        """Drop copies that were started for a batch that does not come."""
         for started in self._started.values():
             self._lane.give_up(started.target)
         self._started.clear()
@@ -186,14 +185,14 @@ class CopiesAhead:
         self._mark = None
 
     def is_own(self, device: Any) -> bool:
-        """Return whether ``device``, in any spelling, is that of the lane."""
+        """Return whether ``device``, in any form, is the device of the lane."""
         own, other = self._lane.device, torch.device(device)
         if other.type == "cuda" and other.index is None:
             other = torch.device("cuda", torch.cuda.current_device())
         return own == other
 
     def answer(self, source: Tensor, *, non_blocking: bool) -> Tensor | None:
-        """Return ``source`` on the device, or None if it is to be copied as ever."""
+        """Return ``source`` on the device, or None if it must be copied as usual."""
         if not self._suits(source):
             return None
         self.counts.unpinned += not self._lane.is_pinned(source)
@@ -210,7 +209,7 @@ class CopiesAhead:
             return None
         self._lane.join(copied)
         if not non_blocking:
-            self._lane.wait(copied)  # whoever asked may write to the source now
+            self._lane.wait(copied)  # the caller may write to the source now
         self._asked.append(source)
         return target
 
@@ -232,7 +231,7 @@ class CopiesAhead:
         return (free.pop(), self._mark) if free else None
 
     def _foresee(self) -> None:
-        """Ask for memory for a batch like the one that was transferred."""
+        """Allocate memory for another batch like the last one."""
         for started in self._started.values():
             self._in_vain.add(started.place)
             self.counts.in_vain += 1
@@ -245,7 +244,7 @@ class CopiesAhead:
 
 
 class _Answers(TorchFunctionMode):
-    """Asks `CopiesAhead` first where a tensor is moved and not otherwise changed."""
+    """Intercepts calls that move a tensor and do nothing else, and asks `CopiesAhead` first."""
 
     def __init__(self, copies: CopiesAhead) -> None:
         super().__init__()
@@ -264,7 +263,7 @@ class _Answers(TorchFunctionMode):
 
 
 def _asked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any, bool] | None:
-    """Return the tensor, the device and ``non_blocking`` of a call that does nothing but move; None of any other."""
+    """Return the tensor, device and ``non_blocking`` of a call that only moves a tensor; None for other calls."""
     if not args or len(args) > 2 or not kwargs.keys() <= {"device", "non_blocking"}:
         return None
     device = args[1] if len(args) == 2 else kwargs.get("device")
@@ -280,9 +279,9 @@ def _kind(tensor: Tensor) -> _Kind:
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors in ``batch``: in mappings, lists, tuples and dataclasses, one in another, always in one order.
+    """Yield the tensors in nested mappings, lists, tuples and dataclasses of ``batch``, always in the same order.
 
-    What another object holds is not looked at.
+    Other objects are not searched.
     """
     if isinstance(batch, Tensor):
         yield batch

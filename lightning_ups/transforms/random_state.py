@@ -1,4 +1,4 @@
-"""The state of every random number generator that a training step may use, as plain values."""
+"""The state of all random number generators that a training step may use, as plain values."""
 
 import random
 import sys
@@ -12,11 +12,11 @@ __all__ = ["host_state", "random_state", "restore_host_state", "restore_random_s
 
 
 def host_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
-    """Return the state of Python's, torch's and, if it is loaded, NumPy's generator, and that of ``generators``."""
+    """Return the state of Python's, torch's and, if it is imported, NumPy's generator, and of ``generators``."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
         name, keys, position, has_gauss, gauss = numpy.random.get_state()
-        # As a tensor: a checkpoint is read without building arrays of NumPy.
+        # As a tensor: checkpoints are read without creating NumPy arrays.
         keys = torch.from_numpy(keys.astype("int64"))
         state["numpy"] = (str(name), keys, int(position), int(has_gauss), float(gauss))
     if generators:
@@ -25,7 +25,7 @@ def host_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
 
 
 def restore_host_state(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
-    """Put back what `host_state` returned."""
+    """Restore the result of `host_state`."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
@@ -46,14 +46,14 @@ def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
-    """Put back what `random_state` returned."""
+    """Restore the result of `random_state`."""
     restore_host_state(state, generators)
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def seed_from(state: dict[str, Any], *, rank: int) -> None:
-    """Seed every generator of a rank that has no state of its own, from that of another: the same every time."""
+    """Seed all generators of a rank without saved state from that of another rank, reproducibly."""
     seed = zlib.crc32(state["torch"].numpy().tobytes()) + rank
     random.seed(seed)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The base of precisions: dtypes by a policy, float32 master weights, and optimizer steps."""
+"""The base class of precisions: a dtype policy, float32 master weights, and optimizer steps."""
 
 from lightning_ups.order.precision.policy_precision import PolicyPrecision, Weights, under_sharding
 

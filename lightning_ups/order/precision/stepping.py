@@ -1,4 +1,4 @@
-"""Optimizer steps: AdamW in one kernel, and clipping that the step itself applies."""
+"""Optimizer steps: AdamW in one kernel, with gradient clipping in the same kernel."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,27 +28,27 @@ class Stepping:
     """Makes the optimizer steps of a run, and clips gradients by a norm that stays on the device.
 
     Attributes:
-        allows_one_kernel: AdamW's step may be one kernel, which rounds differently from torch's.
-        grad_norm: Of the last clipped step, on the device: reading it waits.
+        allows_one_kernel: Whether AdamW's step may be one kernel, which rounds differently from torch's.
+        grad_norm: The norm at the last clipped step, on the device: reading it synchronizes.
     """
 
     def __init__(self) -> None:
         self.allows_one_kernel = True
         self.grad_norm: Tensor | None = None
         self._kernels: dict[Optimizer, OneKernel] = {}
-        self._folds = False  # the step that is being made multiplies gradients by the clip coefficient itself
+        self._folds = False  # the current step multiplies gradients by the clip coefficient itself
         self._coefficient: Tensor | None = None
 
     def step(
         self, optimizer: Optimizer, *, by_torch: Callable[[], Any], closure: Callable[[], Any], report: Report | None
     ) -> Any:
-        """Make a step in one kernel where `adamw_step` can, and else ``by_torch``; return the closure's result.
+        """Step in one kernel if `adamw_step` supports it, else with ``by_torch``; return the closure's result.
 
         Args:
             optimizer: The optimizer.
             by_torch: Makes the step as Lightning does.
             closure: Runs the training step, with its backward, and the hooks before the optimizer's step.
-            report: Where the first step in one kernel is noted.
+            report: The report that notes the first step in one kernel.
         """
         settings = one_kernel(optimizer) if self.allows_one_kernel else None
         if self.allows_one_kernel and isinstance(optimizer, OffloadedOptimizer):
@@ -74,7 +74,7 @@ class Stepping:
         self._kernels.clear()
 
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float) -> None:
-        """Scale the gradients of ``optimizer`` to a norm of ``max_norm`` if theirs is larger, now or in its step."""
+        """Scale the gradients of ``optimizer`` down to a norm of at most ``max_norm``, now or in its step."""
         optimizer = _inside(optimizer)
         gradients = _gradients(optimizer)
         self.grad_norm = total_norm(gradients)
@@ -87,12 +87,12 @@ class Stepping:
             scale_gradients(gradients, coefficient)
 
     def clip_by_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Limit each gradient of ``optimizer`` to ``limit`` in both directions."""
+        """Clamp each gradient of ``optimizer`` to [-``limit``, ``limit``]."""
         clip_by_value(_gradients(_inside(optimizer)), limit=limit)
 
 
 def _inside(optimizer: Optimizer) -> Optimizer:
-    # A LightningOptimizer has the methods of its optimizer, on another object.
+    # A LightningOptimizer has the methods of its optimizer, as another object.
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 

@@ -1,4 +1,4 @@
-"""Refusing an autocast of the user's around what a precision has given its types already."""
+"""Raises if the user opens an autocast around modules whose dtypes a precision has already set."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ __all__ = ["refused_autocast"]
 
 @contextmanager
 def refused_autocast(module: nn.Module, *, by: str, choice: bool) -> Iterator[None]:
-    """Let a forward within ``module`` raise if autocast is on, as long as this is open. One of a copy does not.
+    """Make forwards within ``module`` raise if autocast is on, while the context is open. Copies do not raise.
 
     Args:
-        module: Whose outermost parts are watched: their hooks run outside of compiled code.
-        by: The precision whose types an autocast would change.
-        choice: Whether that precision can cast by autocast itself.
+        module: Its roots are watched: their hooks run outside of compiled code.
+        by: The precision that sets the dtypes.
+        choice: Whether that precision can use autocast instead.
     """
     cure = "Take the autocast out" + (", or set weights='autocast' in the precision." if choice else ".")
     checks = []
@@ -36,7 +36,7 @@ def refused_autocast(module: nn.Module, *, by: str, choice: bool) -> Iterator[No
 
 
 class _Check:
-    """A hook whose copy does nothing, and takes itself off the copied module when that is first called."""
+    """A hook. Its copy does nothing, and removes itself from the copied module when it is first called."""
 
     handle: RemovableHandle
 
@@ -45,7 +45,7 @@ class _Check:
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         if self.copied:
-            if not torch.compiler.is_compiling():  # Dynamo cannot look at a handle
+            if not torch.compiler.is_compiling():  # Dynamo cannot trace a handle
                 self.handle.remove()
         elif any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Casting what enters and leaves a module, where its weights have another type than the data."""
+"""Casts inputs and outputs of modules whose weights have another dtype than the data."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,13 +22,13 @@ def cast_around(
     outputs: torch.dtype | None,
     given_as_is: Collection[nn.Module] = (),
 ) -> Iterator[None]:
-    """Cast floating-point tensors on their way into and out of each of ``modules`` while the context is open.
+    """Cast floating-point inputs and outputs of each of ``modules`` while the context is open.
 
     Tensors are found in any nesting of lists, dicts, dataclasses, packed sequences and the outputs of transformers.
-    None leaves them as they are. The casts are hooks: they lie outside the forward, and so outside its compilation. A
-    copy or a pickle of a module does not cast: nobody would end it there. One of them that lies within another one,
-    under a second name, does not cast when that other one calls it. What is given to modules ``given_as_is`` is not
-    cast, as where they compute in float32 and nothing may round before.
+    None does not cast. The casts are hooks, so they are outside of the forward and of its compilation. Copies and
+    pickles of a module do not cast. A module that is inside another of ``modules``, under a second name, does not cast
+    when the outer one calls it. Inputs of modules ``given_as_is`` are not cast, for example because they compute in
+    float32 and nothing may round first.
     """
     modules = [*modules]
     nested = _nested(modules)
@@ -48,20 +48,20 @@ def cast_around(
 
 
 def _nested(modules: Sequence[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Return, of those that lie within others, these others."""
+    """Return, for each module that is inside of others, those others."""
     inside = {outer: {*outer.modules()} - {outer} for outer in modules}
     found = {module: [outer for outer in modules if module in inside[outer]] for module in modules}
     return {module: outers for module, outers in found.items() if outers}
 
 
 class _Running:
-    """Whether a module runs."""
+    """Whether a module is running."""
 
     def __init__(self) -> None:
         self.now = False
 
     def follow(self, module: nn.Module) -> Iterator[RemovableHandle]:
-        """Hang hooks on ``module`` that keep this right, also after an exception."""
+        """Register hooks on ``module`` that track this, also after an exception."""
         yield module.register_forward_pre_hook(self.begin, prepend=True)
         yield module.register_forward_hook(self.end, always_call=True)
 
@@ -73,7 +73,7 @@ class _Running:
 
 
 class _Cast:
-    """A hook whose copy does nothing, and takes itself off the copied module when that is first called."""
+    """A hook. Its copy does nothing, and removes itself from the copied module when it is first called."""
 
     def __init__(
         self, dtype: torch.dtype | None, what: Literal["inputs", "outputs"], *, around: Sequence[_Running] = ()
@@ -84,7 +84,7 @@ class _Cast:
 
     def __call__(self, module: nn.Module, args: Any, values: Any) -> Any:
         if self.copied:
-            if not torch.compiler.is_compiling() and self.handle is not None:  # Dynamo cannot look at a handle
+            if not torch.compiler.is_compiling() and self.handle is not None:  # Dynamo cannot trace a handle
                 self.handle.remove()
             return None
         if any(running.now for running in self.around):
@@ -92,21 +92,21 @@ class _Cast:
         return cast_tensors(values if self.what == "outputs" else (args, values), self.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The handle's copy is one of the copied module's hooks.
+        # The copy of the handle belongs to the copied module's hooks.
         return {**vars(self), "copied": True}
 
 
 def cast_tensors(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Return ``tree``, any nesting as `cast_around` says, with its floating-point tensors cast; None casts none."""
+    """Return ``tree``, nested as in `cast_around`, with its floating-point tensors cast; None does not cast."""
     if dtype is None:
         return tree
     return changed_tensors(tree, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def changed_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return ``tree``, any nesting as `cast_around` says, with what ``change`` makes of each of its tensors.
+    """Return ``tree``, nested as in `cast_around`, with ``change`` applied to each of its tensors.
 
-    It is ``tree`` itself where nothing changes: a module may write to what it is given.
+    If nothing changes, it is ``tree`` itself, because a module may write to its inputs.
     """
     before, spec = tree_flatten(tree)
     after = [_changed(leaf, change) for leaf in before]
@@ -122,9 +122,9 @@ def _changed(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
     after = {name: changed_tensors(value, change) for name, value in before.items()}
     if _are_same([*after.values()], [*before.values()]):
         return leaf
-    twin = copy(leaf)  # not a call of the class, which may compute fields by itself
+    twin = copy(leaf)  # not a call of the class, which may compute fields itself
     kind: Any = type(leaf)
-    write = object.__setattr__ if kind.__dataclass_params__.frozen else setattr  # which a mapping follows
+    write = object.__setattr__ if kind.__dataclass_params__.frozen else setattr  # a mapping follows it
     for name, value in after.items():
         if value is not before[name]:
             write(twin, name, value)
@@ -136,7 +136,7 @@ def _are_same(after: Sequence[Any], before: Sequence[Any]) -> bool:
 
 
 def is_wide(module: nn.Module) -> bool:
-    """Return whether all weights of ``module`` are wider than float32: it is given, and returns, what it likes."""
+    """Return whether all weights of ``module`` are wider than float32: its inputs and outputs are not cast."""
     types = {p.dtype for p in module.parameters() if p.is_floating_point() or p.is_complex()}
     return bool(types) and all(dtype.itemsize > 4 for dtype in types)
 
@@ -145,18 +145,18 @@ def is_wide(module: nn.Module) -> bool:
 def telling_rounded_losses(
     modules: Iterable[nn.Module], *, dtype: torch.dtype, cure: str, tell: Callable[[str], Any]
 ) -> Iterator[None]:
-    """Tell, once for each of ``modules`` while this is open, that it computes a loss in ``dtype`` itself.
+    """Report, once for each of ``modules`` while the context is open, that it computes a loss in ``dtype``.
 
     Args:
-        modules: What is looked at in its first call with gradients: a loss is a number that it returns first, or so
-            called.
-        dtype: The low precision that it computes in.
+        modules: Checked in their first call with gradients: the loss is the first output if that is a scalar, or the
+            output named ``loss``.
+        dtype: The low precision in which they compute.
         cure: What to do about it.
-        tell: Gets the text.
+        tell: Called with the text.
     """
     with ExitStack() as undo:
         for module in modules:
-            # Before what is returned is cast, by hooks that may have been there before.
+            # Before outputs are cast, by hooks that may already exist.
             look = _Look(dtype, cure, tell)
             undo.callback(module.register_forward_hook(look, prepend=True).remove)
         yield
@@ -186,7 +186,7 @@ class _Look:
 
 
 def _loss_of(values: Any) -> Any:
-    # The first of what is returned, or what is called so: a temperature, which comes after, is none.
+    # The first output, or the output of that name; a later scalar, such as a temperature, is no loss.
     if isinstance(values, Mapping):
         return values.get("loss")
     return getattr(values, "loss", None) if is_dataclass(values) else next(iter(tree_leaves(values)), None)

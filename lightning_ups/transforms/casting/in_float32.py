@@ -1,4 +1,4 @@
-"""Parts of a module that compute in float32 where the rest computes in a lower precision."""
+"""Submodules that compute in float32 while the rest computes in a lower precision."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,10 +18,10 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def kept_in_float32(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the submodules of ``model`` that ``patterns`` name and that lie in no other one named.
+    """Return the submodules of ``model`` that match ``patterns``, without those inside of another match.
 
     Raises:
-        ValueError: If a pattern matches nothing that is called, or a parameter of one is also one of the rest.
+        ValueError: If a pattern matches no module that is called, or if a match shares a parameter with another module.
     """
     if not patterns:
         return {}
@@ -33,7 +33,7 @@ def kept_in_float32(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.M
 
 
 def within(kept: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return ``kept`` and all modules in them."""
+    """Return ``kept`` and all modules inside of them."""
     return {part for module in kept for part in module.modules()}
 
 
@@ -41,8 +41,8 @@ def within(kept: Iterable[nn.Module]) -> set[nn.Module]:
 def computing_in_float32(modules: Iterable[nn.Module], *, outputs: torch.dtype | None) -> Iterator[None]:
     """Cast the inputs of ``modules`` to float32, and their outputs to ``outputs`` if given, inside the context.
 
-    Half-precision tensors among the arguments are cast, in any nesting; other types, complex ones among them, are as
-    they are. Autocast is off inside. The parameters are the caller's affair.
+    Half-precision tensors among the arguments are cast, in any nesting; other dtypes, including complex ones, are not.
+    Autocast is off inside. Parameters are not cast here.
     """
     with ExitStack() as undo:
         for module in modules:
@@ -50,7 +50,7 @@ def computing_in_float32(modules: Iterable[nn.Module], *, outputs: torch.dtype |
         yield
 
 
-@lru_cache(maxsize=256)  # equal modules get the same function, and with it share a compilation
+@lru_cache(maxsize=256)  # equal modules get the same function, and therefore share a compilation
 def _in_float32(inner: Forward, *, outputs: torch.dtype | None) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = changed_tensors((args, kwargs), _raised)

@@ -1,4 +1,4 @@
-"""The parameters that only matrix products and convolutions use, which autocast casts in every forward."""
+"""Finds parameters that only matrix products and convolutions use, which autocast casts in every forward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,8 @@ __all__ = ["matmul_weights"]
 _WEIGHT_AND_BIAS = ("weight", "bias")
 _CELL = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
-# By forward, so that a subclass counts if it inherits that: one of its own may do anything with the weight. Not
-# nn.Bilinear: autocast leaves it in float32. Of attention, `bias_k` and `bias_v` enter no product.
+# Keyed by forward, so that a subclass counts if it inherits the forward: its own forward might use the weight in any
+# way. Without nn.Bilinear, which autocast leaves in float32. `bias_k` and `bias_v` of attention enter no product.
 _USED_BY: dict[Callable[..., Any], tuple[str, ...]] = {
     nn.Linear.forward: _WEIGHT_AND_BIAS,
     nn.Conv1d.forward: _WEIGHT_AND_BIAS,
@@ -38,8 +38,8 @@ _RECURRENT = (nn.RNN.forward, nn.LSTM.forward, nn.GRU.forward)
 def matmul_weights(model: nn.Module) -> list[tuple[str, str]]:
     """Return (module name, parameter name) for each float32 parameter that only products and convolutions use.
 
-    A parameter that another kind of module shares, such as an embedding, is left out; one that several such modules
-    share is listed once for each.
+    A parameter shared with another kind of module, such as an embedding, is left out; one shared by several modules of
+    these kinds is listed for each.
     """
     found: list[tuple[str, str, nn.Parameter]] = []
     used_otherwise: set[nn.Parameter] = set()
@@ -54,7 +54,7 @@ def matmul_weights(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _names_in(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of ``module`` itself that its products use."""
+    """Return the names of the parameters of ``module`` itself that its matrix products use."""
     forward = type(module).forward
     if forward in _RECURRENT:
         return tuple(name for names in module._all_weights for name in names)  # type: ignore[union-attr]
@@ -67,7 +67,7 @@ def _names_in(module: nn.Module) -> tuple[str, ...]:
 
 
 def _multiplies_expert_by_expert(module: nn.Module) -> bool:
-    # The other implementations are no case of autocast (`grouped_mm` runs in float32 there), or sum the gradients of
-    # an expert in the type of its weight.
+    # The other implementations are not autocast (`grouped_mm` runs in float32), or sum the gradients of an expert in
+    # the dtype of its weight.
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     return implementation == "eager" and type(module).__name__.endswith("Experts")

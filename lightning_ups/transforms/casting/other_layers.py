@@ -1,4 +1,4 @@
-"""The layers that hold matrices and are no linear layers, so that no conversion of these takes them."""
+"""Layers with weight matrices that are not linear layers, which conversions do not convert."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ __all__ = ["name_other_layers"]
 
 
 def name_other_layers(module: nn.Module) -> str:
-    """Return a sentence with the classes that hold most of such matrices, as transformers' Conv1D, if there are any."""
+    """Return a sentence that lists the classes with most of these weights, or an empty string."""
     weights, layers = Counter[str](), Counter[str]()
     for m in module.modules():
         if isinstance(m, (nn.Linear, nn.Embedding, nn.EmbeddingBag)):

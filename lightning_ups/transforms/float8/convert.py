@@ -1,4 +1,4 @@
-"""Matrix products of linear layers in float8, by torchao."""
+"""Converts linear layers to float8, with torchao."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -38,13 +38,13 @@ _HOOK_TABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Conversion:
-    """What a conversion did.
+    """The result of a conversion.
 
     Args:
         converted: Names of the layers that compute in float8.
-        skipped: Why the others do not, by name.
-        misfits: Those of ``skipped`` that were asked for, and whose shape, type or class does not allow it.
-        shared: Those of ``converted`` whose weights are not gathered in float8, since others have them too.
+        skipped: Why other layers were not converted, by name.
+        misfits: Layers of ``skipped`` that were requested, but whose shape, dtype or class does not allow it.
+        shared: Layers of ``converted`` whose weights are not gathered in float8, because other layers share them.
     """
 
     converted: tuple[str, ...]
@@ -55,13 +55,13 @@ class Float8Conversion:
     _originals: Sequence[tuple[nn.Module, str, nn.Linear]] = field(default=(), repr=False)
 
     def undo(self) -> None:
-        """Put the layers of before in their places, with the weights that they have now."""
+        """Restore the original layers, with their current weights."""
         for parent, name, original in self._originals:
             float8 = getattr(parent, name)
             for kept in ("weight", "bias"):
                 if kept in float8._parameters:
                     setattr(original, kept, getattr(float8, kept))
-                elif kept in vars(float8):  # made of others, which pruning has put in its place
+                elif kept in vars(float8):  # computed from others, for example by pruning
                     vars(original)[kept] = vars(float8)[kept]
             original.train(float8.training)
             setattr(parent, name, original)
@@ -73,7 +73,7 @@ _CONVERSION = OnModule[Float8Conversion]("float8")
 
 
 def conversion_of(module: nn.Module) -> Float8Conversion | None:
-    """Return what the last conversion of ``module`` did, or None if there is none or it was undone."""
+    """Return the result of the last conversion of ``module``, or None if there was none or it was undone."""
     return _CONVERSION.get(module)
 
 
@@ -90,29 +90,29 @@ def convert_to_float8(
     all_gather: bool = False,
     emulate: bool = False,
 ) -> Float8Conversion:
-    """Swap linear layers of ``module``, in place, for ones that multiply in float8; names and weights stay.
+    """Replace linear layers of ``module`` in place by ones that multiply in float8; names and weights stay.
 
-    Left out, each with its reason, are layers whose dimensions are not the multiples that the kernels ask for, layers
-    with a forward of their own, layers whose weights a parent reads, and, unless ``head`` or ``include`` says
-    otherwise, layers outside the blocks that repeat.
+    Some layers are left out, each with its reason: layers whose dimensions are not the multiples that the kernels
+    require, layers with their own forward, layers whose weights a parent reads, and, unless ``head`` or ``include``
+    says otherwise, layers outside the blocks that repeat.
 
     Args:
         module: The module.
-        recipe: The name of one of `RECIPES`.
-        include: Patterns of names of linear layers. None: those in the blocks.
-        exclude: Patterns of names that stay as they are.
+        recipe: The name of a recipe in `RECIPES`.
+        include: Patterns of linear layers to convert. None: those in the blocks.
+        exclude: Patterns of layers to leave out.
         head: Also convert linear layers outside the blocks, such as the head of a language model.
-        losers: Layers that stay as they are though they fit, since they would be slower, say, and the reason, by
-            name. That nothing is left to convert is then no error.
-        tensor_size: Over how many devices tensor parallelism will split a layer.
-        number_format: ``"e4m3"`` everywhere, or ``"hybrid"``, with gradients in e5m2, for ``"tensorwise"``.
-        all_gather: Let FSDP2 gather weights in float8. Each weight becomes another Parameter; one that several layers
-            have stays what it is, and is gathered so.
-        emulate: Compute in high precision what float8 would, on any device.
+        losers: Layers to leave out although they fit, with the reason (for example, that they would be slower), by
+            name. If these are all, it is not an error.
+        tensor_size: The number of devices over which tensor parallelism will split a layer.
+        number_format: ``"e4m3"`` for everything, or ``"hybrid"``, with gradients in e5m2, for ``"tensorwise"``.
+        all_gather: Let FSDP2 gather weights in float8. Each weight becomes another Parameter, except weights that
+            several layers share, which are gathered as they are.
+        emulate: Compute float8 results in high precision, on any device.
 
     Raises:
-        ValueError: If a pattern matches nothing, if nothing can be converted, or if ``recipe`` cannot be gathered or
-            knows no such format.
+        ValueError: If a pattern matches nothing, if nothing can be converted, or if ``recipe`` does not support float8
+            gathers or the number format.
     """
     check_recipe(recipe, all_gather=all_gather, number_format=number_format)
     selection = {"include": include, "exclude": exclude, "head": head, "tensor_size": tensor_size}
@@ -140,17 +140,17 @@ def convert_to_float8(
 
 
 def fitting_linears(module: nn.Module, **selection: Any) -> dict[str, nn.Linear]:
-    """Return the layers that ``convert_to_float8`` would swap, by name; ``selection`` is what it selects them by."""
+    """Return the layers that ``convert_to_float8`` would convert, by name, for its arguments ``selection``."""
     return _choose(module, **selection)[0]
 
 
 def why_left(module: nn.Module, **selection: Any) -> dict[str, str]:
-    """Return why the layers that ``fitting_linears`` leaves out are left out, by name."""
+    """Return the reasons why ``fitting_linears`` leaves layers out, by name."""
     return _choose(module, **selection)[1]
 
 
 def why_none_fits(module: nn.Module, **selection: Any) -> str | None:
-    """Return why ``fitting_linears`` finds nothing in ``module``, or None if it finds something."""
+    """Return why ``fitting_linears`` finds no layer in ``module``, or None if it finds one."""
     try:
         fitting, reasons, _ = _choose(module, **selection)
     except ValueError as error:  # a pattern that matches nothing
@@ -159,7 +159,7 @@ def why_none_fits(module: nn.Module, **selection: Any) -> str | None:
 
 
 def float8_linears(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of ``module`` that compute in float8, without importing torchao."""
+    """Return the layers of ``module`` that multiply in float8, without importing torchao."""
     return {name: m for name, m in module.named_modules() if _is_float8(m)}
 
 
@@ -181,7 +181,7 @@ def _choose(
     head: bool = False,
     tensor_size: int = 1,
 ) -> tuple[dict[str, nn.Linear], dict[str, str], list[str]]:
-    """Return the layers to convert, why the others are not, and which of these were asked for."""
+    """Return the layers to convert, why the others are not, and which of the others were requested."""
     linears = {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear)}
     of = type(module).__name__
     excluded = select_names(linears, exclude, kind="linear layer", of=of) if exclude else {}
@@ -216,7 +216,7 @@ def _unfit(linear: nn.Linear, recipe: str, *, tensor_size: int) -> str | None:
 
 
 def _put(module: nn.Module, linear: nn.Linear, float8: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Put ``float8`` wherever ``linear`` is, and return these places."""
+    """Replace ``linear`` by ``float8`` wherever it is, and return these places."""
     float8.train(linear.training)
     _take_over(float8, linear)
     places = [(m, name) for m in module.modules() for name, child in m._modules.items() if child is linear]
@@ -226,23 +226,23 @@ def _put(module: nn.Module, linear: nn.Linear, float8: nn.Module) -> list[tuple[
 
 
 def _with_shared_weights(module: nn.Module, chosen: Mapping[str, nn.Linear]) -> list[str]:
-    """Return which layers have a weight that is in another place too: it must remain one, and is read there."""
+    """Return the layers whose weight is also used elsewhere: it must remain one Parameter."""
     places = [child for m in module.modules() for child in m._modules.values() if child is not None]
     owners = Counter(id(p) for m in (module, *places) for p in m._parameters.values() if p is not None)
     return [name for name, linear in chosen.items() if owners[id(linear.weight)] > 1]
 
 
 def _take_over(float8: nn.Module, linear: nn.Linear) -> None:
-    # Torchao makes a new layer with nothing but the weights. What users hang on one stays on it, and what they take
-    # off again, by the handles that they have, is off, ...
+    # Torchao creates a new layer with nothing but the weights. Hooks that users register stay registered, and removing
+    # one by its handle removes it, ...
     for table in _HOOK_TABLES:
         setattr(float8, table, getattr(linear, table))
-    float8._is_full_backward_hook = linear._is_full_backward_hook  # which a module has of one kind
-    # So are parameters, but for those that are others: what prunes the layer that it knows, prunes the one that runs.
+    float8._is_full_backward_hook = linear._is_full_backward_hook  # a module has hooks of one kind only
+    # Parameters are shared, too, except for replaced ones: code that prunes the original layer prunes the float8 one.
     if float8.weight is linear.weight:
         float8._parameters, float8._buffers = linear._parameters, linear._buffers
         float8._non_persistent_buffers_set = linear._non_persistent_buffers_set
-    # ... and so does what a subclass says of its initialisation, which on the meta device is yet to come.
+    # ... and so does the initialization of a subclass, which is still to come on the meta device.
     for name in vars(linear).keys() - vars(float8).keys():
         setattr(float8, name, vars(linear)[name])
     if type(linear).reset_parameters is not nn.Linear.reset_parameters:

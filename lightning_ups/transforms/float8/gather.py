@@ -1,7 +1,7 @@
-"""Weights that FSDP2 gathers in float8: their scales, and the plain tensors that state dicts show in their place.
+"""Weights that FSDP2 gathers in float8: their scales, and the plain tensors that state dicts contain instead.
 
-Torchao makes such a weight a tensor of a class of its own, which casts itself before it is gathered. The scale comes
-from the largest value of the whole weight, so that it takes a reduction: one for all weights, after each step.
+Torchao makes such a weight a tensor subclass that casts itself before it is gathered. The scale is computed from the
+largest value of the whole weight, which takes a reduction: one for all weights, after each step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,10 +19,10 @@ __all__ = ["Scales", "gathers_in_float8", "show_plain_weight"]
 
 
 class Scales:
-    """The scales of the weights of some layers, computed together, and anew whenever the weights were written to.
+    """The scales of float8 weights, computed together, and again when weights have changed.
 
     Args:
-        layers: Layers of which some gather their weights in float8.
+        layers: Layers, some of which gather their weights in float8.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -33,14 +33,14 @@ class Scales:
         return len(self._layers)
 
     def compute(self) -> None:
-        """Compute all of them; every rank must."""
+        """Compute all scales; every rank must call this."""
         if self._layers:
-            with outside_function_modes():  # what watches for weights that are read takes DTensors for theirs
+            with outside_function_modes():  # modes that watch reads of weights confuse these DTensors with theirs
                 _torchao().precompute_float8_dynamic_scale_for_fsdp(self._layers)
             self._of = self._versions()
 
     def refresh(self) -> None:
-        """Compute them if a weight was written to since, as a callback that swaps weights does."""
+        """Compute the scales if a weight was written to since, for example by a callback that swaps weights."""
         if self._layers and self._of != self._versions():
             self.compute()
 
@@ -48,25 +48,25 @@ class Scales:
         return [layer.weight._version for layer in self._layers]  # type: ignore[union-attr]
 
 
-@cache  # each step asks, and to look up what is installed takes about half a millisecond
+@cache  # called in each step; looking up what is installed takes about half a millisecond
 def _torchao() -> Any:
     return require("torchao.float8", requirement="torchao>=0.17", extra="float8", feature="Float8Precision")
 
 
 def gathers_in_float8(layer: nn.Module) -> bool:
-    """Return whether FSDP2 gathers the weight of ``layer`` in float8, or will."""
+    """Return whether FSDP2 gathers the weight of ``layer`` in float8."""
     return _inner(local_of(getattr(layer, "weight", None))) is not None
 
 
 def show_plain_weight(layer: nn.Module) -> None:
-    """Let state dicts of ``layer`` show its weight as a plain tensor, of which it is the memory."""
+    """Let state dicts of ``layer`` contain its weight as a plain tensor with the same memory."""
     layer.register_state_dict_post_hook(_show_plain)
 
 
 def _show_plain(_: nn.Module, state: dict[str, Any], prefix: str, __: Mapping[str, Any]) -> None:
     weight = state.get(f"{prefix}weight")
     inner = _inner(local_of(weight))
-    if inner is None or isinstance(weight, nn.Parameter):  # the Parameter itself was asked for
+    if inner is None or isinstance(weight, nn.Parameter):  # the caller wants the Parameter itself
         return
     inner = inner.detach()
     if isinstance(weight, DTensor):

@@ -1,4 +1,4 @@
-"""Torchao's linear layers, made to take what torch's own take, and to say what they cannot."""
+"""Adapts torchao's linear layers to all inputs of nn.Linear, and raises for what they do not support."""
 
 from collections.abc import Callable
 from functools import cache
@@ -17,11 +17,11 @@ __all__ = ["adapted", "by_values", "in_high_precision", "in_type_of_autocast", "
 
 
 def adapted(float8: nn.Module, *, by_rows: bool) -> nn.Module:
-    """Return torchao's layer, which from here on also takes no rows at all, and values that lie in any order.
+    """Return torchao's layer, which from now on also accepts empty inputs and inputs of any memory layout.
 
     Args:
         float8: The layer.
-        by_rows: Whether it has a scale for each row: it then cannot look at transposed values as a matrix.
+        by_rows: Whether it has a scale for each row. Such a layer needs contiguous inputs.
     """
     float8.__class__ = _adapted_class(type(float8), by_rows=by_rows)
     return float8
@@ -44,13 +44,14 @@ def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
             if input.numel() == 0:
                 return in_high_precision(self, input)
             if torch.is_inference_mode_enabled():
-                # There operators reach torchao's tensors whole, such as reshape, that it only knows by their parts.
+                # In inference mode operators such as reshape get torchao's tensors, which only support them outside of
+                # it.
                 with torch.inference_mode(mode=False), torch.no_grad():
                     return super().forward(input)
             return once_differentiable(super().forward(input))
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        # By its name a pickle would look for a class that is made here. By an older protocol, that insists on no class.
+        # A pickle would look for the generated class by its name. An older protocol does not need the class.
         make, arguments, *state = plain.__reduce_ex__(self, min(protocol, 1))
         return _remade, (by_rows, make, tuple(plain if a is type(self) else a for a in arguments)), *state
 
@@ -63,10 +64,10 @@ def _remade(by_rows: bool, make: Any, arguments: tuple[Any, ...]) -> nn.Module: 
 
 
 def refuse_tracing() -> None:
-    """Raise if what runs now becomes a program of its own, or `torch.func` computes through it.
+    """Raise if the current forward is exported or traced, or differentiated by `torch.func`.
 
     Raises:
-        RuntimeError: If either is so.
+        RuntimeError: In either case.
     """
     if is_exporting() or torch.jit.is_tracing():
         raise RuntimeError(
@@ -83,7 +84,7 @@ def refuse_tracing() -> None:
 
 
 def by_values(layer: nn.Module, nested: Tensor) -> Tensor:
-    """Return what ``layer`` makes of a nested tensor, as `nn.TransformerEncoder` makes of padded ones to evaluate."""
+    """Return the output of ``layer`` for a nested tensor, which `nn.TransformerEncoder` uses in evaluation."""
     if nested.layout is torch.jagged:
         values, offsets, lengths = nested.values(), nested.offsets(), nested.lengths()  # type: ignore[operator]
         return torch.nested.nested_tensor_from_jagged(layer(values), offsets=offsets, lengths=lengths)
@@ -93,14 +94,14 @@ def by_values(layer: nn.Module, nested: Tensor) -> Tensor:
 
 
 def in_type_of_autocast(value: Tensor) -> Tensor:
-    """Return ``value`` in the type of its device's autocast, if that is on; torchao asks for CUDA's on any device."""
+    """Return ``value`` in the autocast dtype of its device, if autocast is on; torchao always uses CUDA's."""
     device = value.device.type
     on = device != "meta" and torch.is_autocast_enabled(device)
     return value.to(torch.get_autocast_dtype(device)) if on else value
 
 
 def _with_kernels(layer: Any, input: Tensor, *, by_rows: bool) -> Tensor | None:
-    """Return the layer's output with casts by kernels of ours, or None where there are none."""
+    """Return the layer's output using cast kernels of this package, or None if there are none for it."""
     sums = layer.linear_mm_config
     if sums.output.emulate or not can_multiply(input, layer.weight):
         return None
@@ -116,8 +117,8 @@ def _with_kernels(layer: Any, input: Tensor, *, by_rows: bool) -> Tensor | None:
 
 
 def _as_matrix(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    # For its maximum torchao looks at an input as it comes, and in backward again, as a matrix. A compiler finds the
-    # two to be one only where they have one shape; else it is one more pass over the memory of each input.
+    # Torchao computes the maximum of an input in its own shape, and again as a matrix in backward. A compiler merges
+    # the two only if the shapes are equal; otherwise each input is read once more.
     if input.dim() <= 2:
         return forward(input)
     rows = forward(input.reshape(-1, input.shape[-1]))
@@ -125,7 +126,7 @@ def _as_matrix(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
 
 
 def in_high_precision(layer: Any, input: Tensor) -> Tensor:
-    """Return what ``layer`` makes of no rows, which have no maximum to scale by."""
+    """Return the output of ``layer`` for an empty input, which has no maximum to scale by."""
     weight = layer.weight
     if hasattr(weight, "to_original_precision"):  # gathered in float8
         weight = weight.to_original_precision()
@@ -133,14 +134,14 @@ def in_high_precision(layer: Any, input: Tensor) -> Tensor:
 
 
 def once_differentiable(value: Tensor) -> Tensor:
-    """Return ``value``, whose gradient cannot be differentiated again: an error says so where it is asked for."""
+    """Return ``value``; differentiating its gradient again raises an error."""
     return _Once.apply(value) if value.requires_grad else value  # type: ignore[no-any-return]
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:  # noqa: ARG004
-        return value.detach()  # a view made here could not be written to in place, as `x /= 2` does
+        return value.detach()  # a view could not be written to in place, as in `x /= 2`
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ARG004

@@ -1,4 +1,4 @@
-"""Linear layers that multiply in MXFP8, float8 with a scale for every 32 values, by torchao."""
+"""Linear layers in MXFP8, which is float8 with one scale per 32 values, with torchao."""
 
 from collections.abc import Callable
 from functools import cache
@@ -23,15 +23,15 @@ _BLOCK = 32
 
 
 def mx_linear_from(*, emulate: bool, **_: Any) -> Callable[[nn.Linear], nn.Module]:
-    """Return what makes of a linear layer one that multiplies in MXFP8, with the same Parameters.
+    """Return a function that converts a linear layer to MXFP8, with the same Parameters.
 
     Args:
-        emulate: Compute in high precision what MXFP8 would, on any device.
-        **_: What other recipes take, and this one has no choice of.
+        emulate: Compute MXFP8 results in high precision, on any device.
+        **_: Arguments of other recipes, ignored.
 
     Raises:
         ModuleNotFoundError: If torchao is missing.
-        ImportError: If torchao has no linear layer for MXFP8 where it is looked for.
+        ImportError: If torchao does not have its MXFP8 linear layer in the expected module.
     """
     kind, preference = _kind()
     chosen = preference.EMULATED if emulate else preference.AUTO
@@ -61,7 +61,7 @@ def _kind() -> tuple[Any, Any]:
         )
 
     class MXFP8Linear(layers.MXFP8Linear):
-        """Torchao's, for any number of rows and under autocast."""
+        """Torchao's layer, extended to any number of rows and to autocast."""
 
         def forward(self, input: Tensor) -> Tensor:
             refuse_tracing()
@@ -72,7 +72,7 @@ def _kind() -> tuple[Any, Any]:
             if eager and x.numel() == 0:
                 return in_high_precision(self, x)
             rows = x.reshape(-1, x.shape[-1])
-            # The gradient of the weight has its blocks along the rows, and rows of zeros add nothing to it.
+            # The gradient of the weight has its blocks along the rows, and rows of zeros do not change it.
             padded = pad(rows, (0, 0, 0, -rows.shape[0] % _BLOCK))
             result = layers._to_mxfp8_then_scaled_mm(
                 padded, weight, self.kernel_preference, self.scale_calculation_mode, self.wgrad_with_hp

@@ -1,12 +1,12 @@
-"""A linear layer's three products in float8 by one scale for each matrix, cast by kernels of ours.
+"""The three float8 products of a linear layer with one scale per matrix, cast by kernels of this package.
 
-What torchao computes, bit for bit, in a third of the operators: a graph of it is compiled sooner, and what a cast takes
-does not depend on what the compiler joins it with. A cast of what comes in serves both products that read it, in the
-order that each wants: for backward it is kept in place of the values, at half of their bytes. The gradient of a bias is
-found after those of the products: then the compiler reads its gradient out of memory, where casts want it to be, and
-does not compute it a second time.
+The results are bitwise equal to torchao's, with a third of the operators: a graph compiles faster, and the cost of a
+cast does not depend on what the compiler fuses it with. One cast of the input serves both products that read it, in the
+memory order of each; backward keeps the cast instead of the values, at half the bytes. The gradient of a bias is
+computed after those of the products: the compiler then reads the incoming gradient from memory, where the casts need it
+anyway, and does not compute it twice.
 
-Shape suffixes: M rows, of K values each, to N; R is M rounded up to what products take.
+Shape suffixes: M rows of K values, to N outputs; R is M rounded up to the size that products require.
 """
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 
@@ -24,7 +24,7 @@ _FORWARD = torch.float8_e4m3fn
 
 
 class FastSums(NamedTuple):
-    """In which products sums may have fewer bits than float32 has, which is faster."""
+    """The products in which sums may have fewer bits than float32, which is faster."""
 
     output: bool
     input_gradient: bool
@@ -32,9 +32,9 @@ class FastSums(NamedTuple):
 
 
 def can_multiply(values: Tensor, weight: Any) -> bool:
-    """Return whether `product` is for these: plain tensors with values in them, or a weight gathered in float8.
+    """Return whether `product` supports these: non-empty plain tensors, or a weight gathered in float8.
 
-    On a GPU it is slow without kernels.
+    On a GPU it is slow without the kernels.
     """
     if values.device.type == "cuda" and not HAS_KERNELS:
         return False
@@ -45,7 +45,7 @@ def can_multiply(values: Tensor, weight: Any) -> bool:
 def product(
     values: Tensor, weight: Tensor, bias: Tensor | None, fast: FastSums, *, backward_dtype: torch.dtype
 ) -> Tensor:
-    """Return ``values`` times the transposed ``weight`` and ``bias``, with gradients in that type of float8."""
+    """Return ``values`` times the transposed ``weight`` plus ``bias``; gradients are cast to ``backward_dtype``."""
     values_MK = values.reshape(-1, values.shape[-1]).contiguous()
     keeps = torch.is_grad_enabled() and weight.requires_grad
     output_MN = multiplied(values_MK, weight, bias, fast, keeps, backward_dtype)
@@ -61,9 +61,9 @@ def multiplied(
     keeps: bool,  # noqa: FBT001
     backward_dtype: torch.dtype,
 ) -> Tensor:
-    """Do what `product` does with a matrix.
+    """Compute `product` for a matrix.
 
-    A compiler's caches know it by its name, its file and its arguments: whatever it computes by has to be among these.
+    A compiler's caches identify it by name, file and arguments, so everything it depends on must be among these.
     """
     output_MN: Tensor = _Product.apply(values_MK, weight, bias_N, fast, keeps, backward_dtype)
     return output_MN
@@ -74,7 +74,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _is_cast(weight: Any) -> bool:
-    return type(weight).__name__ == "Float8TrainingTensor"  # whatever is in it while a graph is made
+    return type(weight).__name__ == "Float8TrainingTensor"  # while a graph is traced, its content does not matter
 
 
 class _Product(torch.autograd.Function):
@@ -98,7 +98,7 @@ class _Product(torch.autograd.Function):
         else:
             weight_maxima_P = maxima(weight)
             rows_NK, weight_inverse = row_order(weight, weight_maxima_P, _FORWARD)
-        ctx.save_for_backward(columns_KR, inverse, weight, weight_maxima_P)  # casts of weights are made again
+        ctx.save_for_backward(columns_KR, inverse, weight, weight_maxima_P)  # weights are cast again in backward
         ctx.fast, ctx.dtype, ctx.bias_dtype = fast, backward_dtype, None if bias_N is None else bias_N.dtype
         output_MN = _multiply(rows_MK, rows_NK, inverse, weight_inverse, values_MK.dtype, fast=fast.output)
         return output_MN if bias_N is None else output_MN + bias_N.to(output_MN.dtype)

@@ -1,4 +1,4 @@
-"""The float8 recipes of linear layers, one row for each."""
+"""The float8 recipes of linear layers, one entry each."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

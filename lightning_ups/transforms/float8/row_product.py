@@ -1,9 +1,9 @@
-"""A linear layer's three products in float8 by a scale for each row, cast by kernels of ours.
+"""The three float8 products of a linear layer with one scale per row, cast by kernels of this package.
 
-What torchao computes, bit for bit, by operators that a compiler leaves whole. What comes in is kept for backward as it
-is, which a compiler may compute again instead: it is needed in another order there.
+The results are bitwise equal to torchao's, with operators that a compiler does not split. The input is kept for
+backward in its own dtype, since backward needs it in another memory order; a compiler may recompute it instead.
 
-Shape suffixes: M rows, of K values each, to N; R is M rounded up to what products take.
+Shape suffixes: M rows of K values, to N outputs; R is M rounded up to the size that products require.
 """
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 
@@ -18,7 +18,7 @@ from lightning_ups.transforms.float8.product import FastSums
 
 __all__ = ["multiplied_by_rows", "product_by_rows"]
 
-_FLOAT8 = torch.float8_e4m3fn  # a scale for each row leaves gradients of one row less range to want
+_FLOAT8 = torch.float8_e4m3fn  # with one scale per row, gradients do not need the wider range of e5m2
 
 
 def product_by_rows(
@@ -29,15 +29,15 @@ def product_by_rows(
     *,
     exact_weight_gradient: bool,
 ) -> Tensor:
-    """Return ``values`` times the transposed ``weight`` and ``bias``, with gradients in float8 too.
+    """Return ``values`` times the transposed ``weight`` plus ``bias``, with gradients in float8, too.
 
     Args:
         values: Any number of rows.
-        weight: Of the layer.
-        bias: Of the layer.
-        fast: In which products sums may have fewer bits.
-        exact_weight_gradient: Whether the gradient of the weight is a product in the type of the values, and the
-            weight has one scale in the product for the gradient of the input: the least of its rows'.
+        weight: The weight of the layer.
+        bias: The bias of the layer.
+        fast: The products in which sums may have fewer bits.
+        exact_weight_gradient: Whether the gradient of the weight is computed in the dtype of the values. The weight
+            then has one scale, the smallest of its rows', in the product for the gradient of the input.
     """
     values_MK = values.reshape(-1, values.shape[-1]).contiguous()
     output_MN = multiplied_by_rows(values_MK, weight, bias, fast, exact_weight_gradient)
@@ -52,9 +52,9 @@ def multiplied_by_rows(
     fast: FastSums,
     exact: bool,  # noqa: FBT001
 ) -> Tensor:
-    """Do what `product_by_rows` does with a matrix.
+    """Compute `product_by_rows` for a matrix.
 
-    A compiler's caches know it by its name, its file and its arguments: whatever it computes by has to be among these.
+    A compiler's caches identify it by name, file and arguments, so everything it depends on must be among these.
     """
     output_MN: Tensor = _Product.apply(values_MK, weight_NK, bias_N, fast, exact)
     return output_MN
@@ -103,7 +103,7 @@ class _Product(torch.autograd.Function):
 
 
 def _by_columns(values_MK: Tensor, *, inverse: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the cast by columns, transposed, and what undoes their scales: ``inverse``, if they have one for all."""
+    """Return the cast by columns, transposed, and the inverse scales: ``inverse`` if one scale is used for all."""
     if inverse is None:
         scale_K = scales_of(column_maxima(values_MK).amax(0), values_MK.dtype, _FLOAT8)
     else:
@@ -120,9 +120,9 @@ def _multiply(
     *,
     fast: bool,
 ) -> Tensor:
-    """Return a product in ``dtype``: scaled by its kernel, or behind it where sums are whole or no kernel scales rows.
+    """Return a product in ``dtype``, scaled by its kernel, or afterwards if sums are exact or no kernel scales rows.
 
-    Scales are powers of two, by which nothing is rounded. The kernel that knows them writes bfloat16 alone.
+    Scales are powers of two, which round nothing. Kernels that scale rows only write bfloat16.
     """
     scales = fast and _kernel_scales(left_AC)
     left_inverse, right_inverse = inverse_A[:, None], inverse_B[None, :]
@@ -140,9 +140,9 @@ def _multiply(
 
 
 def _kernel_scales(left_AC: Tensor) -> bool:
-    """Return whether there is a kernel that scales rows: on CPUs torch 2.11 has none.
+    """Return whether there is a kernel that scales rows: torch 2.11 has none for CPUs.
 
-    It asks whether there is one row, which a graph has to know while it is compiled.
+    It checks for a single row, which must be known when a graph is compiled.
     """
     num_rows = left_AC.shape[0]
     return left_AC.device.type != "cpu" and (guard_or_false(num_rows != 1) or guard_or_false(num_rows == 1))

@@ -1,4 +1,4 @@
-"""Sharding by `fully_shard`, and the checks around it."""
+"""Sharding with `fully_shard`, and the checks around it."""
 
 from lightning_ups.transforms.fsdp.accumulate import (
     Accumulation,

@@ -1,4 +1,4 @@
-"""Accumulating gradients over microbatches: when they are reduced, and what stays gathered between them."""
+"""Gradient accumulation over microbatches: when gradients are reduced, and what stays gathered in between."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ __all__ = [
 
 Sync = Literal["auto", "last", "every"]
 
-_SHARE = 0.25  # of the memory that is free once the model is sharded; the rest is for activations and the optimizer
+_SHARE = 0.25  # of the free memory after sharding; the rest is for activations and the optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class SyncChoice:
     """When gradients are reduced, and why.
 
     Args:
-        sync: ``"last"``: once for each optimizer step. ``"every"``: after each microbatch.
-        gradient_bytes: What ``"last"`` keeps on each device between microbatches.
-        reason: For the report.
+        sync: ``"last"``: once per optimizer step. ``"every"``: after each microbatch.
+        gradient_bytes: The bytes that ``"last"`` keeps on each device between microbatches.
+        reason: The reason, for the report.
     """
 
     sync: Literal["last", "every"]
@@ -48,13 +48,13 @@ class SyncChoice:
 def choose_sync(
     sync: Sync, *, gradient_bytes: int, free_bytes: int | None, looked_at_by: Sequence[str] = ()
 ) -> SyncChoice:
-    """Return ``sync``, or for ``"auto"`` the one that reduces least and still fits.
+    """Return ``sync``, or for ``"auto"`` the choice with the fewest reductions that fits into memory.
 
     Args:
-        sync: What the user asks for.
-        gradient_bytes: What ``"last"`` keeps on each device between microbatches.
-        free_bytes: Of the device; None: not known.
-        looked_at_by: Hooks to which gradients must be there after each microbatch: reduced ones alone are.
+        sync: The user's choice.
+        gradient_bytes: The bytes that ``"last"`` keeps on each device between microbatches.
+        free_bytes: Free memory of the device; None: unknown.
+        looked_at_by: Hooks that read gradients after each microbatch, which requires a reduction each time.
 
     Raises:
         ValueError: If ``sync`` is unknown.
@@ -84,8 +84,8 @@ class Accumulation:
 
     Args:
         choice: When gradients are reduced.
-        between: Hooks that run between microbatches, and may read or write weights.
-        see_gradients: Those of them that may read or write gradients.
+        between: Hooks that run between microbatches and may read or write weights.
+        see_gradients: Those of the hooks that may read or write gradients.
     """
 
     choice: SyncChoice
@@ -97,10 +97,10 @@ class Accumulation:
         """Run a microbatch that is not the last of its optimizer step.
 
         Args:
-            roots: The modules that are whole at the end of a backward anyway, and stay so for the next microbatch
-                unless a hook reads weights; the sharded model first.
-            replicated: Whether the mesh has copies. With ``sync="every"`` these are then reduced only once.
-            keeps_all: Whether the sharding keeps all modules whole from forward to backward.
+            roots: The modules that are unsharded at the end of a backward, the sharded model first. They stay so for
+                the next microbatch unless a hook reads weights.
+            replicated: Whether the mesh has replicas. With ``sync="every"`` these are then reduced only once.
+            keeps_all: Whether all modules stay unsharded from forward to backward.
         """
         keeps_all = keeps_all and not self.between
         kept = roots[:1] if keeps_all else () if self.between else roots
@@ -119,13 +119,13 @@ class Accumulation:
 
 
 class LateGradients(StepCheck):
-    """Finds, in the first optimizer step, gradients that came after their group was reduced.
+    """Finds gradients, in the first optimizer step, that arrived after their group was reduced.
 
     Args:
         root: The sharded model.
 
     Raises:
-        RuntimeError: After the reduction, if there are any: they would count in the next step.
+        RuntimeError: After the reduction, if there are any: they would be added to the next step.
     """
 
     def __init__(self, root: FSDPModule) -> None:
@@ -143,7 +143,7 @@ class LateGradients(StepCheck):
 
 
 def unsharded_gradient_bytes(model: nn.Module, *, reduce_dtype: torch.dtype | None, tensor_size: int = 1) -> int:
-    """Return what the gradients of sharded parameters take on each device while they wait, whole, to be reduced."""
+    """Return the bytes that unsharded gradients take on each device while they wait to be reduced."""
     return sum(
         p.numel() // tensor_size * (reduce_dtype or p.dtype).itemsize
         for p in model.parameters()
@@ -152,5 +152,5 @@ def unsharded_gradient_bytes(model: nn.Module, *, reduce_dtype: torch.dtype | No
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that are free on ``device``, or None if it does not say."""
+    """Return the number of free bytes on ``device``, or None if it is unknown."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

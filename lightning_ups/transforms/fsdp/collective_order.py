@@ -1,4 +1,4 @@
-"""The order of gathers and reductions, which must be the same on all ranks."""
+"""Checks the order of gathers and reductions, which must be the same on all ranks."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -19,17 +19,17 @@ __all__ = ["CollectiveOrder"]
 
 
 class CollectiveOrder(StepCheck):
-    """Notes which modules training steps call first, and which gradients are reduced.
+    """Records which modules training steps call first, and which gradients are reduced.
 
-    Only first calls in a step count: whether a later call gathers anew depends on what is kept.
+    Only the first call of a module in a step counts: whether a later call gathers again depends on what is kept.
 
     Args:
-        names: The modules whose calls gather, by name.
-        stalls: Gets the same notes, to find ranks that wait for each other.
+        names: Names of the modules whose calls gather.
+        stalls: Receives the same records, to find ranks that wait for each other.
         undo: Removes the hooks.
 
     Attributes:
-        checksum: Of all that was noted; a rank with another one has run something else.
+        checksum: The checksum of all records; ranks with different checksums have run something different.
     """
 
     def __init__(self, names: Iterable[tuple[str, nn.Module]], *, stalls: StallWatch, undo: ExitStack) -> None:
@@ -42,7 +42,7 @@ class CollectiveOrder(StepCheck):
                 self._called.add(module)
                 self._note(self._names[module])
 
-        hook = hidden_from_dynamo(note)  # functions that a user compiled would be cut at the checksum
+        hook = hidden_from_dynamo(note)  # graphs of functions that a user compiled would break at the checksum
         for module in self._names:
             undo.callback(module.register_forward_pre_hook(hook).remove)
 
@@ -55,7 +55,7 @@ class CollectiveOrder(StepCheck):
             undo.callback(self._rest)
 
     def note_reduction(self, names: Sequence[str]) -> None:
-        """Note that the gradients of these parameters are about to be reduced."""
+        """Record that the gradients of these parameters are about to be reduced."""
         if names:
             self._note(f"the reduction of gradients of {listed(names)}")
 

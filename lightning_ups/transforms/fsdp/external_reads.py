@@ -1,4 +1,4 @@
-"""Parameters that are read outside the forward of the module that gathers them."""
+"""Finds parameters that are read outside the forward of the module that gathers them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,7 +20,7 @@ from lightning_ups.transforms.sharding import TENSOR, StepState
 
 __all__ = ["ExternalReads", "WatchedReads"]
 
-# What asks about a tensor, or gives a view that computes nothing yet, and does not read its values.
+# Functions that query a tensor, or return a view without computing, and do not read its values.
 # fmt: off
 _ASKS = frozenset((
     "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size",
@@ -31,21 +31,21 @@ _ASKS = frozenset((
 ))
 # fmt: on
 # fmt: off
-_SHAPES = frozenset((  # what they give is read next
+_SHAPES = frozenset((  # their results are read next
     "t", "transpose", "permute", "view", "reshape", "squeeze", "unsqueeze", "flatten", "unflatten", "chunk", "split",
     "narrow", "expand", "select", "__getitem__",
 ))
 # fmt: on
-_VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # of all properties, those that compute
+_VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # the properties that compute
 _COPIES = frozenset(("clone", "zeros_like", "empty_like", "ones_like", "full_like", "rand_like", "randn_like", "to"))
 
 
 class ExternalReads(StepCheck):
-    """Finds, the first time and when other parameters are trained, what a step reads of modules that do not run.
+    """Finds the parameters that a step reads without calling their module. Repeated when other parameters are trained.
 
     Args:
         root: The sharded model.
-        tell: Called with the name of the step, and of the parameters that were found.
+        tell: Called with the names of the step and of the parameters found.
         note_idle: Called with the sharded modules that a training step did not call.
     """
 
@@ -82,7 +82,7 @@ class ExternalReads(StepCheck):
             self._searched.discard(self._search(step))  # it computes with shards each time, and needs them gathered
 
     def paused(self) -> AbstractContextManager[None]:
-        """Look away, in the backward or the optimizer step of a manual step."""
+        """Stop watching, in the backward or the optimizer step of a manual step."""
         return nullcontext() if self._reads is None else self._reads.paused()
 
     def _search(self, step: StepState) -> tuple[str, frozenset[str]]:
@@ -91,22 +91,23 @@ class ExternalReads(StepCheck):
 
 
 class WatchedReads(TorchFunctionMode):
-    """Finds, while it is open, reads of parameters outside their module, and lets the model gather these instead.
+    """While open, finds reads of parameters outside of their module, and lets the model's group gather these.
 
-    A group is gathered when its module is called and reduced when that call's backward is done. A weight that something
-    else reads too, as a tied head by ``F.linear``, would be a shard then, or its gradient would come too late. The
-    model's own group is whole from the start of a step until the end of its backward, so it takes such a weight over.
+    A group is gathered when its module is called, and reduced after the backward of that call. If a weight is also read
+    elsewhere, as a tied head by ``F.linear``, it would be a shard there, or its gradient would come too late. The
+    model's own group stays unsharded from the start of a step until the end of its backward, so such a weight moves to
+    it.
 
-    Inside blocks it looks away, and so it does in what is compiled, whose compiler would see it. Every rank must read
-    alike.
+    Reads inside of blocks and of compiled code are not watched, since Dynamo would trace the watcher. Every rank must
+    read the same parameters.
 
     Args:
-        root: The sharded model, within a step.
+        root: The sharded model, during a step.
 
     Attributes:
-        found: Names of what the model's group gathers from now on.
-        translates: Whether something that was computed from shards, without gradients, was gathered for the step, which
-            the next step needs again.
+        found: Names of the parameters that the model's group gathers from now on.
+        translates: Whether a tensor that was computed from shards, without gradients, was gathered for this step; the
+            next step needs it again.
         idle: The sharded modules that have not been called.
     """
 
@@ -122,7 +123,7 @@ class WatchedReads(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what runs, until the end of the context."""
+        """Watch until the end of the context."""
         with ExitStack() as hooks:
             below = [module for module in self._root.modules() if module is not self._root]  # type: ignore[attr-defined]
             compiled = {module for module in below if is_compiled(module)}
@@ -136,12 +137,12 @@ class WatchedReads(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Look away, until the end of the context."""
-        if self._paused:  # a closure of an optimizer calls backward
+        """Stop watching until the end of the context."""
+        if self._paused:  # an optimizer's closure calls backward
             yield
             return
         self.__exit__(None, None, None)
-        self._paused = True  # what runs again in a backward, to save memory, calls our hooks, too
+        self._paused = True  # recomputation in backward also calls these hooks
         try:
             yield
         finally:
@@ -150,7 +151,7 @@ class WatchedReads(TorchFunctionMode):
 
     @override
     def __enter__(self) -> Self:
-        # Torch functions do not see what a custom autograd function is given. Its backward runs without autocast.
+        # Torch functions do not see the arguments of a custom autograd function. Its backward runs without autocast.
         self._inputs = changing_function_inputs(
             lambda args: self._gathered(args, uncast=True) if torch.is_grad_enabled() else args
         )
@@ -184,7 +185,7 @@ class WatchedReads(TorchFunctionMode):
         if _gives_part(func):
             return func(*self._gathered(args), **self._gathered(kwargs))
         try:
-            result = func(*args, **kwargs)  # a norm of a shard, say, needs nothing gathered but itself
+            result = func(*args, **kwargs)  # a norm of a shard, for example, needs no gather
         except RuntimeError as error:
             if "DTensor" not in str(error):
                 raise
@@ -203,7 +204,7 @@ class WatchedReads(TorchFunctionMode):
     def _translated(self, value: Any) -> Any:
         if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
             if value.device_mesh.mesh_dim_names == (TENSOR,):
-                return value  # an activation, as a split product gives it to what comes next
+                return value  # an activation, such as the sharded output of a tensor-parallel layer
             self.translates = True
             return value.full_tensor()
         if isinstance(value, tuple | list) and type(value) in (tuple, list):
@@ -221,7 +222,7 @@ class WatchedReads(TorchFunctionMode):
             self._learn()
         home, name, handle = self._homes.get(parameter, (self._root, "", None))
         if home is self._root or home in self._running:
-            # The user may have got hold of the shard before its group was gathered.
+            # The user may have a reference to the shard from before its group was gathered.
             return handle._unsharded_param if handle is not None and parameter is handle.sharded_param else parameter
         self.found.append(name)
         whole = gather_with_root(self._root, handle, uncast=uncast)
@@ -233,7 +234,7 @@ class WatchedReads(TorchFunctionMode):
     def _learn(self) -> None:
         for home, shard, gathered, name, handle in held_parameters(self._root):
             self._homes[shard] = (home, name, handle)
-            if gathered is not None:  # made when it is first gathered
+            if gathered is not None:  # created when it is first gathered
                 self._homes[gathered] = (home, name, handle)
 
     def _follow(self, module: Any, hooks: ExitStack, *, looks_away: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which sharded modules are gathered when which is called: those within a compiled block together with the block."""
+"""Finds which sharded modules are gathered together: those inside of a compiled block with the block."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -13,7 +13,7 @@ __all__ = ["gather_with_blocks", "gathered_when_called", "sharded_in"]
 
 
 def gathered_when_called(root: FSDPModule) -> dict[nn.Module, list[FSDPModule]]:
-    """Return the sharded modules below ``root`` whose calls gather, each with all that are gathered then."""
+    """Map each module whose call gathers, below ``root``, to all sharded modules gathered then."""
     below = [module for module in sharded_in(root) if module is not root]
     together = {block: sharded_in(block) for block in below if is_compiled(block)}  # type: ignore[arg-type]
     within = {inner for block, found in together.items() for inner in found if inner is not block}
@@ -21,9 +21,9 @@ def gathered_when_called(root: FSDPModule) -> dict[nn.Module, list[FSDPModule]]:
 
 
 def gather_with_blocks(root: FSDPModule, undo: ExitStack) -> None:
-    """Gather what lies within compiled blocks of ``root``, as a part in float32, with the block, until ``undo``.
+    """Gather modules inside of compiled blocks of ``root``, such as a float32 part, with the block, until ``undo``.
 
-    Hooks within a block would cut its graph.
+    A hook inside of a block would break its graph.
     """
     for block, found in gathered_when_called(root).items():
         for inner in found:
@@ -32,5 +32,5 @@ def gather_with_blocks(root: FSDPModule, undo: ExitStack) -> None:
 
 
 def sharded_in(module: Any) -> list[FSDPModule]:
-    """Return the sharded modules in ``module``, itself among them if it is one."""
+    """Return the sharded modules in ``module``, including itself."""
     return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]

@@ -1,4 +1,4 @@
-"""An interrupt that comes while torch compiles, and what torch makes of it."""
+"""Keeps a KeyboardInterrupt from becoming another error while torch compiles."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ __all__ = ["keeping_interrupt"]
 
 @contextmanager
 def keeping_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt where torch raises another error while it cleans up after one.
+    """Raise KeyboardInterrupt if torch raises another error while it cleans up after one.
 
-    Ctrl-C between two lines of torch that belong together, such as entering and noting a dispatch mode, makes its
-    cleanup fail: "trying to pop from empty mode stack".
+    Ctrl-C between two statements of torch, such as entering and recording a dispatch mode, makes its cleanup fail:
+    "trying to pop from empty mode stack".
     """
     try:
         yield
@@ -26,7 +26,7 @@ def _interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None or not str(trace.tb_frame.f_globals.get("__name__")).startswith("torch."):
-        return None  # raised by the user's code, which knows what it does
+        return None  # raised deliberately by user code
     behind = error.__context__
     while behind is not None and not isinstance(behind, KeyboardInterrupt):
         behind = behind.__context__

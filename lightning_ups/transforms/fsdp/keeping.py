@@ -1,4 +1,4 @@
-"""Keeping gathered parameters from forward to backward where memory allows, as a step has shown that it does."""
+"""Keeps gathered parameters from forward to backward if a measured step shows that memory allows it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lightning_ups.transforms.sharding import least_of_ranks
 
 __all__ = ["Keeping", "choose_keeping", "gathered_bytes", "keep_gathered", "least_headroom"]
 
-_RESERVE = 0.08  # of the device's memory, for what later steps need beyond the ones seen
+_RESERVE = 0.08  # of the device's memory, reserved for later steps that need more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,9 @@ class Keeping:
     """Whether gathered parameters are kept, and why.
 
     Args:
-        keep: Whether they are.
-        gathered_bytes: What they take on each device.
-        reason: For the report.
+        keep: Whether they are kept.
+        gathered_bytes: Their size on each device.
+        reason: The reason, for the report.
     """
 
     keep: bool
@@ -33,7 +33,7 @@ class Keeping:
 
 
 def choose_keeping(*, gathered: int, headroom: int | None, total: int) -> Keeping:
-    """Return whether ``gathered`` bytes fit into ``headroom`` of a device with ``total`` bytes, with some to spare."""
+    """Return whether ``gathered`` bytes fit into ``headroom`` of a device with ``total`` bytes, minus a reserve."""
     if headroom is None:
         return Keeping(keep=False, gathered_bytes=gathered, reason="what memory is free is not known here")
     room = headroom - int(_RESERVE * total)
@@ -46,7 +46,7 @@ def choose_keeping(*, gathered: int, headroom: int | None, total: int) -> Keepin
 
 
 def gathered_bytes(blocks: Iterable[Any], *, tensor_size: int = 1) -> int:
-    """Return what the sharded parameters of ``blocks``, which have run, take on each device while all are gathered."""
+    """Return the bytes that the sharded parameters of ``blocks``, which have run, take on each device when gathered."""
     types: dict[Any, torch.dtype] = {}
     for module in {module for block in blocks for module in block.modules() if isinstance(module, FSDPModule)}:
         types |= gathered_type(module)
@@ -59,9 +59,9 @@ def _itemsize(parameter: DTensor, dtype: torch.dtype) -> int:
 
 
 def least_headroom(device: torch.device) -> tuple[int | None, int]:
-    """Return what was still free at the highest peak, and the device's memory, each on the rank where it is least.
+    """Return the free memory at the highest peak, and the device's memory, both the minimum across ranks.
 
-    Every rank takes part.
+    A collective.
     """
     if device.type != "cuda":
         return None, 0
@@ -72,6 +72,6 @@ def least_headroom(device: torch.device) -> tuple[int | None, int]:
 
 
 def keep_gathered(blocks: Iterable[FSDPModule], *, keep: bool) -> None:
-    """Keep what each of the sharded ``blocks`` gathers in forward for its backward, from now on, or free it again."""
+    """Keep, from now on, what each sharded block gathers in forward for its backward, or free it."""
     for block in blocks:
         block.set_reshard_after_forward(not keep, recurse=False)

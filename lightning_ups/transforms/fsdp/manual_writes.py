@@ -1,4 +1,4 @@
-"""Manual writes to gathered parameters, which would be lost, as of codebooks that follow their inputs."""
+"""Finds manual writes to gathered parameters, such as codebooks that follow their inputs. They would be lost."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,29 +18,29 @@ from lightning_ups.transforms.sharding import StepState
 
 __all__ = ["ManualWrites", "refuse_replaced"]
 
-# A copy of a layer that follows it, as a teacher its student, is written other values once that was stepped, and the
-# first learning rate of a warm-up may be 0.
+# A copy of a layer that follows it, such as a teacher network, changes only after the layer was stepped, and the first
+# learning rate of a warm-up may be 0.
 _STEPS = 3
 
 
 class ManualWrites(StepCheck):
-    """Finds what the first steps write into gathered parameters, which is lost when these are freed.
+    """Finds writes to gathered parameters in the first steps. They are lost when the parameters are freed.
 
-    Each device compares its shard with its part of what was gathered. No counter of versions would do: a write through
-    ``.data`` counts nowhere.
+    Each device compares its shard with its part of the gathered tensor. Version counters are not enough: they do not
+    count writes through ``.data``.
 
     Args:
         root: The sharded model.
-        device: Of this rank.
+        device: The device of this rank.
 
     Raises:
-        RuntimeError: At the end of a step or before its backward, if what was written would be lost.
+        RuntimeError: At the end of a step or before its backward, if a write would be lost.
     """
 
     def __init__(self, root: FSDPModule, *, device: torch.device) -> None:
         self._root, self._device = root, device
         self._looks = False
-        self._looked_at: set[int] = set()  # by the numbers of optimizer steps
+        self._looked_at: set[int] = set()  # numbers of optimizer steps
         self._written: dict[int, Tensor] = {}
 
     @override
@@ -70,7 +70,7 @@ class ManualWrites(StepCheck):
     @override
     def before_backward(self, step: StepState) -> None:
         if self._looks and not step.is_manual:
-            self.before_free()  # what hooks wrote, since the step
+            self.before_free()  # writes by hooks since the step
             self._refuse()
             self._looks = False
 
@@ -102,10 +102,10 @@ class ManualWrites(StepCheck):
 
 
 def refuse_replaced(root: FSDPModule) -> None:
-    """Say so if a sharded parameter is no longer the one that its module has.
+    """Raise if a module has another parameter than the one that was sharded.
 
     Raises:
-        RuntimeError: If so.
+        RuntimeError: In that case.
     """
     if names := replaced(root):
         module, _, name = names[0].rpartition(".")

@@ -1,4 +1,4 @@
-"""The forward of the sharded model, in whose place a step runs."""
+"""Runs a step in place of the forward of the sharded model."""
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -10,14 +10,14 @@ __all__ = ["ModelForward"]
 
 
 class ModelForward:
-    """Gathers what the model itself holds, and no block, from the start of a step to the end of its backward.
+    """Gathers the parameters of the model's own group from the start of a step to the end of its backward.
 
     Args:
         root: The sharded model.
 
     Attributes:
-        is_gathered: The forward has begun, and not ended.
-        shown: Shows gradients to the code of manual steps, if there are any.
+        is_gathered: Whether the forward has begun, and not ended.
+        shown: Shows gradients to manual steps, if there are any.
     """
 
     def __init__(self, root: FSDPModule) -> None:
@@ -26,7 +26,7 @@ class ModelForward:
         self.shown: ShownGradients | None = None
 
     def begin(self, *, shows_gradients: bool) -> None:
-        """Gather."""
+        """Gather the group."""
         if self._awaits_backward:
             self.settle()  # the last forward had no backward
         begin_forward(self._root)
@@ -43,14 +43,14 @@ class ModelForward:
             self.is_gathered = False
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Let the backward from ``loss`` reduce what the model holds."""
+        """Prepare the reduction of the group in the backward from ``loss``."""
         expect_backward(self._root, loss)
 
     def end_backward(self) -> None:
-        """Note that a backward has freed what was gathered."""
+        """Record that a backward has freed the gathered parameters."""
         self._awaits_backward = False
 
     def settle(self) -> None:
-        """Bring all groups back to shards, where no backward does so."""
+        """Reshard all groups, if no backward does."""
         settle(self._root)
         self.is_gathered = self._awaits_backward = False

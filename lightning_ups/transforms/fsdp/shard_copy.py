@@ -1,4 +1,4 @@
-"""Sharding a copy of a model, such as an average of its weights, as the model is sharded."""
+"""Shards a copy of a model, such as an average of its weights, like the model."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ __all__ = ["shard_alike"]
 
 @torch.no_grad()
 def shard_alike(copy: nn.Module, model: nn.Module) -> None:
-    """Replace each parameter of ``copy``, which is whole, by the shard that corresponds to that of ``model``.
+    """Replace each unsharded parameter of ``copy`` by its shard, placed as that of ``model``.
 
     Raises:
         ValueError: If the two do not have the same parameters.

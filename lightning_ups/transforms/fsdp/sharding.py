@@ -1,9 +1,9 @@
-"""Sharding parameters, gradients and optimizer state by FSDP2, of modules that know nothing of it.
+"""Shards parameters, gradients and optimizer state of any module with FSDP2.
 
-Every block is one group of parameters that are gathered and reduced together, every root is another, and what no root
-holds belongs to the model, whose group is whole from the start of a step to the end of its backward. Parameters that
-no group can take (scalars, types of their own, the weights of batch norms that compute in float32) stay whole on every
-device, and their gradients are averaged as DDP does.
+The parameters of a block form one group, which is gathered and reduced together, and so do those of a root. The
+remaining parameters form the model's own group, which is unsharded from the start of a step to the end of its backward.
+Parameters that no group can hold (scalars, odd dtypes, batch norm weights in float32) are replicated, and their
+gradients are averaged as in DDP.
 """
 
 from collections import Counter
@@ -49,7 +49,7 @@ from lightning_ups.transforms.sharding import (
 
 __all__ = ["ShardOptions", "Sharded", "is_sharded", "shard", "sharded", "unsharded"]
 
-_LARGE = 2**20  # elements: what is worth a collective of its own
+_LARGE = 2**20  # elements: large enough for its own collective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +57,12 @@ class ShardOptions(GatherOptions):
     """How parameters are sharded.
 
     Args:
-        reshard_after_forward: Free what a block gathered after its forward, and gather it again for its backward; a
-            number: keep it spread over that many devices. Roots are needed at once in backward, and keep it.
+        reshard_after_forward: Free a block's gathered parameters after its forward, and gather them again for its
+            backward; a number: keep them sharded over that many devices. Roots are needed first in backward, and stay
+            gathered.
         offload: Keep shards, gradients and optimizer state on the CPU.
-        prefetch: Gather this many blocks ahead, by the order in which the model has them; None: FSDP2's own way, by
-            the order in which they ran.
+        prefetch: Gather this many blocks ahead, in the order of the model; None: FSDP2's default, in the order of
+            execution.
         outside: Patterns of parameters that are read outside the forward of their module.
     """
 
@@ -73,13 +74,13 @@ class ShardOptions(GatherOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded(ShardRecord):
-    """What was done to a model.
+    """How a model was sharded.
 
     Args:
-        options: How.
-        roots: The modules that are whole from their forward to their backward, the model first.
-        shared: Names of parameters that several groups have, or that are read outside: the model's own group gathers
-            them.
+        options: The options.
+        roots: The modules that are unsharded from their forward to their backward, the model first.
+        shared: Names of parameters that several groups share, or that are read outside of their module: the model's own
+            group gathers them.
     """
 
     options: ShardOptions
@@ -93,7 +94,7 @@ class Sharded(ShardRecord):
 
 
 def sharded(model: nn.Module) -> Sharded | None:
-    """Return what ``shard`` did to ``model``, or None."""
+    """Return how ``shard`` has sharded ``model``, or None."""
     record = recall(model)
     return record if isinstance(record, Sharded) else None
 
@@ -104,7 +105,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def unsharded(model: nn.Module) -> list[str]:
-    """Return the names of trainable parameters that are whole outside a step."""
+    """Return the names of trainable parameters that are not sharded."""
     return [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
 
 
@@ -116,25 +117,25 @@ def shard(
     mesh: DeviceMesh,
     options: ShardOptions,
 ) -> Sharded:
-    """Shard ``model``, in place, over the data-parallel part of ``mesh``; every rank gets shards of rank 0's values.
+    """Shard ``model`` in place over the data-parallel part of ``mesh``; all ranks get shards of rank 0's values.
 
     A model that an earlier run sharded in the same way keeps its shards.
 
     Args:
-        model: What is trained. Its steps need not be its ``forward``.
-        blocks: Modules inside it by name, each to be gathered by itself.
+        model: The model. Its steps need not be its ``forward``.
+        blocks: Submodules by name, each of which is gathered separately.
         roots: Its outermost modules that have a forward.
         mesh: A mesh with the dimension ``data_parallel``.
-        options: How.
+        options: The options.
 
     Raises:
-        ValueError: If it was sharded in another way, if the user sharded part of it, if a parameter has no shape, or if
-            one has a hook that would see gradients before they are reduced.
+        ValueError: If the model was sharded in another way, if the user sharded part of it, if a parameter has no
+            shape, or if a parameter has a hook that would see gradients before they are reduced.
     """
     layout = layout_of(mesh)
     if (earlier := recall(model)) is not None:
         check_same(model, before=earlier.options, now=options, layout_before=earlier.layout, layout=layout)
-        settle(earlier.root, discard=True)  # whatever an evaluation or an exception left
+        settle(earlier.root, discard=True)  # left by an evaluation or an exception
         return earlier
     _check_shardable(model)
     plan = _plan(model, blocks, list(roots), options)
@@ -163,7 +164,7 @@ def shard(
 
 
 def _cast_by_autocast(model: nn.Module, options: ShardOptions) -> list[nn.Parameter]:
-    """Return what is gathered in the type to which autocast would cast it."""
+    """Return the parameters that are gathered in the dtype to which autocast would cast them."""
     if not options.autocast:
         return []
     precise = within(kept_in_float32(model, options.in_float32).values())
@@ -190,12 +191,12 @@ _BLOCK, _ROOT, _OWN_TYPE, _FLOAT32 = "block", "root", "own type", "float32"
 class _Plan:
     model: nn.Module
     outermost: set[nn.Module]
-    groups: dict[nn.Module, str]  # innermost first, and why each is a group
-    homes: dict[nn.Parameter, list[nn.Module]]  # the groups in whose modules a parameter is
+    groups: dict[nn.Module, str]  # innermost first, with the reason why each is a group
+    homes: dict[nn.Parameter, list[nn.Module]]  # the groups whose modules have a parameter
     replicated: list[nn.Parameter]
     shared: list[nn.Parameter]
     in_float32: set[nn.Module]
-    ungrouped: list[nn.Module]  # that would be groups, if their classes and parameters let them
+    ungrouped: list[nn.Module]  # modules that cannot be groups because of their class or parameters
 
 
 def _plan(model: nn.Module, blocks: Mapping[str, nn.Module], roots: list[nn.Module], options: ShardOptions) -> _Plan:
@@ -213,11 +214,11 @@ def _plan(model: nn.Module, blocks: Mapping[str, nn.Module], roots: list[nn.Modu
     kinds |= dict.fromkeys(_modules_of_one_type(model, odd), _OWN_TYPE)
     homes = _homes(model, kinds)
     whole |= _odd_types(homes, whole)
-    # What the model's own group gathers for others, it gathers in the type of the computation.
+    # Parameters that the model's own group gathers for others are gathered in the dtype of the computation.
     precise = {p for module in kept.values() for p in module.parameters()}
     whole |= {p for p, its in homes.items() if p in precise and (len(its) > 1 or p in outside)}
     kinds = {group: kind for group, kind in kinds.items() if any(p not in whole for p in group.parameters())}
-    depth: dict[nn.Module, int] = {}  # the largest of a module that is in several places: inside any that holds it
+    depth: dict[nn.Module, int] = {}  # the maximum for a module that is in several places
     for name, module in model.named_modules(remove_duplicate=False):
         depth[module] = max(name.count("."), depth.get(module, 0))
     innermost_first = sorted(kinds, key=lambda group: -depth[group])
@@ -227,7 +228,7 @@ def _plan(model: nn.Module, blocks: Mapping[str, nn.Module], roots: list[nn.Modu
         outermost=set(roots),
         groups={group: kinds[group] for group in innermost_first},
         homes=homes,
-        replicated=[p for p in homes if p in whole],  # a list: every rank must have one order
+        replicated=[p for p in homes if p in whole],  # a list: all ranks must have the same order
         shared=[p for p, its in homes.items() if (len(its) > 1 or p in outside) and p not in whole],
         in_float32=within(kept.values()),
         ungrouped=[module for module in wanted if module not in kinds],
@@ -235,8 +236,8 @@ def _plan(model: nn.Module, blocks: Mapping[str, nn.Module], roots: list[nn.Modu
 
 
 def _can_be_group(module: nn.Module) -> bool:
-    # A recurrent layer keeps its weights a second time, in a list that FSDP2 does not know, and TorchScript in C++; and
-    # FSDP2 makes a subclass, and the `__init_subclass__` of some classes requires arguments.
+    # A recurrent layer keeps its weights in a second list that FSDP2 does not know, and TorchScript in C++; and FSDP2
+    # creates a subclass, while the `__init_subclass__` of some classes requires arguments.
     return not isinstance(module, nn.RNNBase | torch.jit.ScriptModule) and _takes_subclasses(type(module))
 
 
@@ -252,7 +253,8 @@ def _takes_subclasses(kind: type) -> bool:
 
 
 def _written_or_sparse(model: nn.Module) -> set[nn.Parameter]:
-    # What a forward writes would be lost with what was gathered, and no reduction of shards takes sparse gradients.
+    # Writes in a forward would be lost with the gathered copy, and reductions of shards do not support sparse
+    # gradients.
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     odd = (table for table in tables if table.max_norm is not None or table.sparse)
     return {p for table in odd for p in table.parameters(recurse=False)}
@@ -264,7 +266,7 @@ def _scripted(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _norms_in_float32(model: nn.Module) -> set[nn.Parameter]:
-    # Their running statistics are float32, and the kernels want weights of the same type.
+    # Their running statistics are float32, and the kernels require weights of the same dtype.
     return {p for m in model.modules() if isinstance(m, NormWithStatistics) for p in m.parameters(recurse=False)}
 
 
@@ -279,8 +281,8 @@ def _homes(model: nn.Module, groups: Mapping[nn.Module, str]) -> dict[nn.Paramet
 def _with_group(
     module: nn.Module, groups: Container[nn.Module], *, group: nn.Module
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
-    # No function inside the one above: to call itself it would be in a cycle, which would hold every whole parameter
-    # until garbage is collected.
+    # Not nested in the function above: a recursive closure is a reference cycle, which would keep every unsharded
+    # parameter until garbage is collected.
     group = module if module in groups else group
     yield module, group
     for child in module.children():
@@ -288,13 +290,13 @@ def _with_group(
 
 
 def _odd_types(homes: Mapping[nn.Parameter, list[nn.Module]], whole: set[nn.Parameter]) -> set[nn.Parameter]:
-    """Return the parameters to be trained whose type is not that of most in their group: FSDP2 reduces one type."""
+    """Return trainable parameters whose dtype differs from most of their group: FSDP2 reduces one dtype per group."""
     by_group: dict[nn.Module, list[nn.Parameter]] = {}
     frozen: dict[nn.Module, list[nn.Parameter]] = {}
     for p, groups in homes.items():
         if p not in whole and (p.requires_grad or p.is_floating_point() or p.is_complex()):
             (by_group if p.requires_grad else frozen).setdefault(groups[0], []).append(p)
-    by_group = {**frozen, **by_group}  # what is frozen altogether may be trained later, by a callback
+    by_group = {**frozen, **by_group}  # completely frozen groups may be trained later, by a callback
     odd: set[nn.Parameter] = set()
     for parameters in by_group.values():
         sizes: Counter[torch.dtype] = Counter()
@@ -322,7 +324,7 @@ def _managed(plan: _Plan, group: nn.Module) -> list[nn.Parameter]:
 def _shard_groups(model: nn.Module, plan: _Plan, mesh: DeviceMesh, options: ShardOptions) -> FSDPModule:
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload else OffloadPolicy()
     common: dict[str, Any] = {"mesh": data_mesh(mesh), "offload_policy": offload}
-    only_one = len(plan.groups) == 1  # nothing to free for: its backward begins where its forward ends
+    only_one = len(plan.groups) == 1  # nothing to free: its backward begins where its forward ends
     for group, kind in plan.groups.items():
         _start_alike(group, plan, mesh)
         part = fully_shard(
@@ -354,7 +356,7 @@ def _shard_groups(model: nn.Module, plan: _Plan, mesh: DeviceMesh, options: Shar
 
 
 def _keep_name(module: Any) -> type:
-    """Let the class that FSDP2 made for ``module`` have its name, by which users, loggers, and a later run know it."""
+    """Give the class that FSDP2 created for ``module`` the original name, which users, loggers and later runs use."""
     kind = type(module)
     kind.__name__ = own_class(module).__name__
     return kind
@@ -370,19 +372,20 @@ def _refuse_copy(self: nn.Module, _: Any) -> Any:
 
 def _policy(options: ShardOptions, plan: _Plan, group: nn.Module) -> MixedPrecisionPolicy:
     output = options.output_dtype if group in plan.outermost else None
-    complex_ = _is_complex(plan, group)  # no cast of parameters and gradients would keep the imaginary part
+    complex_ = _is_complex(plan, group)  # casting parameters and gradients would drop the imaginary part
     if group in plan.in_float32:
         return MixedPrecisionPolicy(None, None if complex_ else options.reduce_dtype, output, cast_forward_inputs=False)
     if complex_ or is_wide(group):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    if _is_double(plan, group):  # who asks for twice the bits does not want a quarter of them
+    if _is_double(plan, group):  # a float64 group is not cast to lower precision
         return MixedPrecisionPolicy(output_dtype=output, cast_forward_inputs=False)
     casts = group is not plan.model and not options.autocast
     return MixedPrecisionPolicy(options.module_dtype, options.reduce_dtype, output, cast_forward_inputs=casts)
 
 
 def _is_complex(plan: _Plan, group: nn.Module) -> bool:
-    return any(p.is_complex() and p.requires_grad for p in _managed(plan, group))  # then all of its trainable ones are
+    # then all of its trainable parameters are complex
+    return any(p.is_complex() and p.requires_grad for p in _managed(plan, group))
 
 
 def _is_double(plan: _Plan, group: nn.Module) -> bool:
@@ -390,13 +393,13 @@ def _is_double(plan: _Plan, group: nn.Module) -> bool:
 
 
 def _start_alike(group: nn.Module, plan: _Plan, mesh: DeviceMesh) -> None:
-    """Bring what ``group`` gathers, and all buffers in it, to the device, with the values of the first rank."""
+    """Move the group's parameters and all its buffers to the device, with the values of rank 0."""
     device = device_of(mesh)
     found: list[Tensor] = []
     whole: list[Tensor] = []  # on each of the devices that split a product
     for module in _territory(group, plan):
         for p in module.parameters(recurse=False):
-            if not p.is_contiguous():  # channels last, say; FSDP2 knows only flat memory
+            if not p.is_contiguous():  # such as channels last; FSDP2 only supports flat memory
                 p.data = p.data.contiguous()
         move_own_tensors(module, device)
         tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
@@ -423,7 +426,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _cast_around_recurrent_layers(plan: _Plan, options: ShardOptions) -> None:
-    # The model's group casts no inputs, since these are the batch, and a recurrent layer can only be in that group.
+    # The model's group does not cast inputs, because these are the batch, and a recurrent layer can only be in that
+    # group.
     if options.module_dtype is None:
         return
     for module in _territory(plan.model, plan):
@@ -433,11 +437,11 @@ def _cast_around_recurrent_layers(plan: _Plan, options: ShardOptions) -> None:
 
 
 def _cast_around_ungrouped(plan: _Plan, options: ShardOptions) -> None:
-    """Cast what enters and leaves modules that are no groups, as FSDP2 does for groups."""
+    """Cast inputs and outputs of modules that are no groups, as FSDP2 does for groups."""
     for module in plan.ungrouped if options.module_dtype is not None else ():
         precise = module in plan.in_float32
         if not precise and (_can_be_group(module) or isinstance(module, nn.RNNBase) or is_wide(module)):
-            continue  # it has nothing to shard, casts of its own, or none
+            continue  # nothing to shard, its own casts, or no casts
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"{module.original_name}, a module of TorchScript, is to compute in {options.module_dtype} as a shard."

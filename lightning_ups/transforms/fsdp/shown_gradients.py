@@ -1,4 +1,4 @@
-"""Gradients of parameters that are gathered between the backwards of a step, as the code of that step sees them."""
+"""Gives gathered parameters the gradients of their shards, for manual steps with several backwards."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,11 +13,11 @@ from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo, in_
 __all__ = ["ShownGradients"]
 
 
-_AUTOGRADS: Any = Tensor.grad  # where autograd puts a gradient, and FSDP2 looks for it
+_AUTOGRADS: Any = Tensor.grad  # where autograd stores a gradient, and FSDP2 looks for it
 
 
 class _Gathered(nn.Parameter):
-    """A gathered parameter whose gradient is that of its shard, for code of a step; autograd has one of its own."""
+    """A gathered parameter that shows the gradient of its shard to user code; autograd has a separate one."""
 
     shard: Tensor
 
@@ -34,14 +34,14 @@ class _Gathered(nn.Parameter):
 
 
 class ShownGradients:
-    """Lets gathered parameters show the gradients of their shards; what is written to these counts.
+    """Lets gathered parameters show the gradients of their shards; writes to these take effect.
 
-    Not while autograd runs, which has gradients of what is gathered, and not within the forward of the module that
-    gathers them, so that compiled code meets one kind of parameter.
+    Not while autograd runs, which uses the gradients of gathered parameters, and not within the forward of the module
+    that gathers them, so that compiled code sees only one kind of parameter.
 
     Args:
         root: The sharded model.
-        when: Whether what a module gathers shows them after its forward; else a backward recomputes.
+        when: Whether a module's parameters show gradients after its forward; otherwise a backward recomputes.
         undo: Ends it.
     """
 
@@ -64,14 +64,14 @@ class ShownGradients:
                 undo.callback(module.register_forward_hook(hidden_from_dynamo(after)).remove)  # type: ignore[attr-defined]
 
     def show(self, module: nn.Module) -> None:
-        """Begin with what ``module`` itself gathers."""
+        """Begin with the parameters that ``module`` itself gathers."""
         for held in self._held.get(module, ()):
             gathered = getattr(held, "_unsharded_param", None)
-            if type(gathered) is nn.Parameter:  # a split one is of another class, and stays as it is
+            if type(gathered) is nn.Parameter:  # a tensor-parallel one has another class, and is not changed
                 gathered.__class__, gathered.shard = _Gathered, held.sharded_param  # type: ignore[attr-defined]
 
     def hide(self, module: nn.Module) -> None:
-        """End with what ``module`` itself gathers."""
+        """End for the parameters that ``module`` itself gathers."""
         for held in self._held.get(module, ()):
             gathered = getattr(held, "_unsharded_param", None)
             if isinstance(gathered, _Gathered):
@@ -79,6 +79,6 @@ class ShownGradients:
                 gathered.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def hide_all(self) -> None:
-        """End with all."""
+        """End for all."""
         for module in self._held:
             self.hide(module)

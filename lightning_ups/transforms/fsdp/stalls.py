@@ -1,8 +1,8 @@
-"""Find ranks that wait for one another because they run different modules, long before the process group times out.
+"""Finds ranks that wait for one another because they run different modules, long before the collective times out.
 
-Each rank notes what it runs in a training step. Where it has noted nothing for some seconds, a thread of it writes its
-notes to the store through which the processes met. Rank 0 compares them. Ranks that are slow have run less than others,
-in the same order; ranks that wait for one another have run something else.
+Each rank records what it runs in a training step. If it records nothing for some seconds, a thread writes the records
+to the store of the process group, and rank 0 compares them. Slow ranks have run less than others, in the same order;
+ranks that wait for one another have run something different.
 """
 
 import json
@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 class StallWatch:
-    """Watches, while it is open, whether ranks have stopped at different places of a training step.
+    """Checks, while open, whether ranks have stopped at different places of a training step.
 
     Args:
         remedy: What to do about it, for the message.
@@ -31,35 +31,35 @@ class StallWatch:
 
     def __init__(self, remedy: str) -> None:
         self.remedy = remedy
-        self.found: str | None = None  # what is wrong
-        self._steps = (0, list[str](), list[str]())  # the number of the step, what it ran, what the one before ran
-        self._over: threading.Event | None = None  # while there is a thread
+        self.found: str | None = None  # the message, if ranks wait for one another
+        self._steps = (0, list[str](), list[str]())  # number of the step, its records, and those of the previous step
+        self._over: threading.Event | None = None  # set while there is a thread
         self._store: dist.Store | None = None
 
     def begin_step(self) -> None:
-        """Say that a training step begins."""
+        """Called at the start of a training step."""
         number, now, _ = self._steps
         self._steps = number + 1, [], now
 
     def note(self, name: str) -> None:
-        """Note that the present step runs ``name``."""
+        """Record that the current step runs ``name``."""
         self._steps[1].append(name)
 
     def open(self) -> None:
-        """Begin to watch; every rank does."""
+        """Start to watch; every rank must."""
         self._over = over = threading.Event()
         self.found, self._steps = None, (0, [], [])
         self._store = shared_store(f"lightning_ups/stalls/{next(_numbers)}")
         threading.Thread(target=self._watch, args=(over,), daemon=True, name="stalls").start()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if self._over is not None:
             self._over.set()
         self._over = self._store = None
 
     def explain(self, error: BaseException) -> None:
-        """Add to an error of a collective that timed out why ranks wait for one another, or may do so."""
+        """Add to an error of a collective that timed out why ranks wait for one another."""
         if self._over is not None and ("timed out" in str(error).lower() or "timeout" in str(error).lower()):
             error.add_note(self.found or f"If ranks ran different modules in a training step: {self.remedy}")
 
@@ -79,7 +79,7 @@ class StallWatch:
                     self.found = f"{found} {self.remedy}"
                     _logger.error(self.found)
                     return
-            except (RuntimeError, ValueError):  # the run ends, and its store has gone
+            except (RuntimeError, ValueError):  # the run has ended, and its store is gone
                 return
 
     def _compared(self, store: dist.Store) -> str | None:
@@ -100,7 +100,7 @@ class StallWatch:
 
 
 def _parting(one: Sequence[str], other: Sequence[str]) -> tuple[str, str] | None:
-    """Return where two ranks part, or None if one has only run less than the other."""
+    """Return where two ranks differ, or None if one has only run less than the other."""
     return next(((a, b) for a, b in zip(one, other, strict=False) if a != b), None)
 
 

@@ -1,4 +1,4 @@
-"""What looks at the steps of a sharded model for one kind of mistake."""
+"""The interface of checks that find one kind of mistake in the steps of a sharded model."""
 
 from contextlib import ExitStack
 
@@ -8,19 +8,19 @@ __all__ = ["StepCheck"]
 
 
 class StepCheck:
-    """One check of each step. A strategy calls the methods of its checks, in the order of the list, at these moments.
+    """One check of each step. A strategy calls the methods of its checks, in the order of the list.
 
-    A method raises, on all ranks, where it finds a mistake. What it asks other ranks, all must ask.
+    A method raises on all ranks if it finds a mistake. Its collectives must run on all ranks.
     """
 
     def begin(self, step: StepState, undo: ExitStack) -> None:
-        """Called before a step runs, with the model's own group gathered; ``undo`` is closed when it ends or fails."""
+        """Called before a step, with the model's own group gathered; ``undo`` is closed when the step ends or fails."""
 
     def end(self, step: StepState) -> None:
-        """Called when the step has returned, in the opposite order, while the model's own group is still gathered."""
+        """Called after a step, in reverse order, while the model's own group is still gathered."""
 
     def before_free(self) -> None:
-        """Called before the model's own group is freed, which a manual step does several times."""
+        """Called before the model's own group is freed; several times in a manual step."""
 
     def before_backward(self, step: StepState) -> None:
         """Called before each backward."""

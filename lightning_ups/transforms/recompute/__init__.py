@@ -1,4 +1,4 @@
-"""Recomputing activations in the backward."""
+"""Recomputation of activations in the backward pass."""
 
 from lightning_ups.transforms.recompute.determinism import note_recomputed_otherwise
 from lightning_ups.transforms.recompute.wrapping import (

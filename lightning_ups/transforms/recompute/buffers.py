@@ -1,7 +1,7 @@
-"""Running a forward a second time on the buffers of the first, and without a trace on those of now.
+"""Runs a forward a second time with the buffers of the first run, and without changing the current ones.
 
-Batch norm moves its running statistics at each forward, and spectral norm goes one step further in its iteration.
-A tensor that is a plain attribute, and that a forward writes to, is a buffer here.
+Each forward updates the running statistics of batch norm, and the power iteration of spectral norm. A plain tensor
+attribute that a forward writes to counts as a buffer here.
 """
 
 from collections.abc import Callable, MutableMapping, Sequence
@@ -17,7 +17,7 @@ __all__ = ["Buffers", "Taken"]
 
 
 class Taken(NamedTuple):
-    """A buffer and what was in it."""
+    """A buffer and its value."""
 
     module: nn.Module
     name: str
@@ -27,10 +27,10 @@ class Taken(NamedTuple):
 
 
 class Buffers:
-    """The buffers below a block that its forward changes, as the first forward in each mode of training tells.
+    """The buffers below a block that its forward changes, found in the first forward of each training mode.
 
     Args:
-        block: Whose forward is to be run twice. What is a tensor now, and an attribute, counts as a buffer of it.
+        block: The block whose forward runs twice. Tensor attributes count as buffers.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -41,24 +41,24 @@ class Buffers:
         self._changing: dict[tuple[bool, ...], list[tuple[nn.Module, str, bool]]] = {}
 
     def run(self, before: list[Taken], forward: Callable[[], Any]) -> Any:
-        """Run ``forward`` for the first time, if ``before`` is empty, or once more.
+        """Run ``forward`` for the first time if ``before`` is empty, otherwise again.
 
         Args:
-            before: What was in the buffers at the first time, filled then, to be passed again.
-            forward: What to run.
+            before: The values of the buffers in the first run; filled then, to be passed again.
+            forward: The function to run.
         """
         if not self._all:
             return forward()
         return self._run_again(before, forward) if before else self._run_first(before, forward)
 
     def _run_first(self, before: list[Taken], forward: Callable[[], Any]) -> Any:
-        # A selective checkpoint counts every operator of both runs, and must not see those of ours.
+        # A selective checkpoint counts every operator of both runs, and must not see these.
         with outside_modes():
             before += self._take()
         result = forward()
         with outside_modes():
             if self._mode not in self._changing:
-                # By value: a version does not count what is done to `.data`, and a buffer may be another tensor now.
+                # By value: versions do not count writes to `.data`, and a buffer may be another tensor now.
                 before[:] = [taken for taken in before if not _is_as_it_was(taken)]
                 self._changing[self._mode] = [(taken.module, taken.name, taken.is_plain) for taken in before]
         return result
@@ -87,7 +87,7 @@ def _plain(module: nn.Module) -> list[str]:
     if isinstance(module, torch.jit.ScriptModule):
         return []
     own = own_attributes(module)
-    # What has a gradient is a result, and nothing that a forward would write to.
+    # A tensor with a gradient is a result, not a buffer.
     return [name for name, value in own.items() if isinstance(value, torch.Tensor) and not value.requires_grad]
 
 
@@ -105,9 +105,9 @@ def _put(values: Sequence[Taken]) -> None:
 def _is_as_it_was(taken: Taken) -> bool:
     now = _held(taken.module, is_plain=taken.is_plain).get(taken.name)
     if taken.is_plain and now is not taken.tensor:
-        return True  # another in its place is put back with all attributes
+        return True  # a replacement is restored with all attributes
     if now is None or not has_values(now):
-        return False  # who knows
+        return False  # unknown: assume it changed
     if now.shape != taken.value.shape or now.layout is not taken.value.layout:
         return False
     return all(map(torch.equal, dense_parts(now), dense_parts(taken.value)))

@@ -1,4 +1,4 @@
-"""Whether the second run of a recomputed block is like its first, and what to say where it is not."""
+"""Checks that the second run of a recomputed block equals its first."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from lightning_ups._compat.torch.tensors.autograd import has_values, outside_mod
 __all__ = ["Samples", "note_recomputed_otherwise"]
 
 _NUMBERS = 4096  # of each tensor, at most
-_OF_ANOTHER_PATH = ("not found in storage",)  # what a selective checkpoint says where other operators run
+_OF_ANOTHER_PATH = ("not found in storage",)  # text of a selective checkpoint if other operators run
 _CAUSE = (
     "Its forward depends on what changes between the two: what it keeps in a list, a dictionary or an object of its"
     " own, a generator of random numbers elsewhere, or something global."
@@ -24,10 +24,10 @@ _CURE = (
 
 
 class Samples:
-    """Numbers out of what the first run of a block saves, against which those of the second are held.
+    """Samples of what the first run of a block saves, compared with those of the second.
 
-    A few of each tensor, so that a first step costs little. What is compared is rough: kernels that differ from run to
-    run in last bits are alike.
+    A few values of each tensor, so that the first step stays cheap. The comparison is tolerant: kernels may differ in
+    the last bits.
     """
 
     def __init__(self) -> None:
@@ -35,21 +35,21 @@ class Samples:
         self._again: list[torch.Tensor | None] = []
 
     def see_first(self, tensor: torch.Tensor) -> None:
-        """Take a sample of what the first run saves."""
+        """Sample a tensor that the first run saves."""
         self._first.append(_sample(tensor))
 
     def see_again(self, tensor: torch.Tensor) -> None:
-        """Take a sample of what the second run saves."""
+        """Sample a tensor that the second run saves."""
         self._again.append(_sample(tensor))
 
     def check(self, name: str) -> None:
-        """Warn if the second run of the block ``name`` has saved something else than the first.
+        """Warn if the second run of the block ``name`` has saved other values than the first.
 
-        A kernel may leave a part of what it saves unwritten, and nothing after it goes by that. (Nothing does either
-        where products are kept and a difference comes before one.) It waits for the device.
+        A kernel may leave part of a saved tensor uninitialized, without any effect on later tensors. (There is also no
+        effect if products are kept and a difference comes before one.) Synchronizes.
 
         Raises:
-            RuntimeError: If what comes after it is something else too.
+            RuntimeError: If later tensors differ, too.
         """
         apart = self._apart()
         if True not in apart:
@@ -59,7 +59,7 @@ class Samples:
             raise RuntimeError(
                 f"ActivationCheckpoint has computed {name} a second time, for backward, and it came out otherwise than"
                 f" in the forward: gradients would be wrong. {_CAUSE} {_CURE}"
-            ) from None  # as a rule the run has just ended by what torch raises when it has all that backward needs
+            ) from None  # usually the run was just ended by torch, once it had all that backward needs
         warnings.warn(
             f"ActivationCheckpoint has computed {name} a second time, for backward, and {apart.count(True)} of"
             f" {len(apart)} tensors came out otherwise than in the forward. If these are no memory that a kernel leaves"
@@ -70,14 +70,14 @@ class Samples:
     def _apart(self) -> list[bool]:
         pairs = [
             (one, other)
-            for one, other in zip(self._first, self._again, strict=False)  # the second run stops when it can
+            for one, other in zip(self._first, self._again, strict=False)  # the second run stops as early as it can
             if one is not None and other is not None and one.shape == other.shape and one.dtype == other.dtype
         ]
         self._first, self._again = [], []
         if not pairs:
             return []
         with outside_modes(), torch.no_grad():
-            # What is not finite is not known.
+            # Non-finite values are not compared.
             return [
                 bool(((one.float() - other.float()).norm() > _tolerance(one) * one.float().norm()).item())
                 for one, other in pairs
@@ -98,7 +98,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _places(shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return a part of each dimension, which together are no more than a few numbers and no copy."""
+    """Return a slice of each dimension, which together select a few values as a view."""
     left, parts = _NUMBERS, []
     for i, size in enumerate(shape):
         part = max(1, min(size, round(left ** (1 / (len(shape) - i)))))
@@ -108,11 +108,11 @@ def _places(shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def note_recomputed_otherwise(error: BaseException, *, name: str) -> None:
-    """Add to ``error``, if it is that the second run of a block went another way than the first, why, and what to do.
+    """Add an explanation to ``error`` if the second run of a block called other operators than the first.
 
     Args:
-        error: What ended the run.
-        name: The block that was run a second time last.
+        error: The error that ended the run.
+        name: The last block that was recomputed.
     """
     if isinstance(error, CheckpointError) or any(words in str(error) for words in _OF_ANOTHER_PATH):
         error.add_note(

@@ -1,6 +1,6 @@
-"""Running a forward a second time with the random numbers that the host gave the first, and going on after them.
+"""Runs a forward a second time with the same host random numbers, and restores the generators afterwards.
 
-Torch's checkpoint does so for torch's own generators: of the CPU, and of the device of a block's arguments.
+Torch's checkpoint does this for torch's own generators: that of the CPU, and that of the arguments' device.
 """
 
 import ctypes
@@ -15,28 +15,28 @@ __all__ = ["DrawnBefore", "run_with_drawn"]
 
 
 class DrawnBefore(NamedTuple):
-    """How to put back what a generator of random numbers had in it."""
+    """The earlier state of a random number generator, and how to restore it."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     state: Any
 
     def is_unmoved(self) -> bool:
-        """Return whether nothing was drawn since, as far as a cheap check can see."""
+        """Return whether nothing was drawn since, as far as a cheap check can tell."""
         now = self.get()
         return now is self.state or (self.get is random.getstate and now == self.state)
 
 
 def run_with_drawn(before: list[list[DrawnBefore]], attributes: Iterable[Any], forward: Callable[[], Any]) -> Any:
-    """Run ``forward`` for the first time, if ``before`` is empty, or once more.
+    """Run ``forward`` for the first time if ``before`` is empty, otherwise again.
 
-    Python's and NumPy's own generators, and each that is among ``attributes``, are as they were the first time, and
-    after it as if it had not been run again.
+    Python's and NumPy's global generators, and those among ``attributes``, have the state of the first run, and
+    continue afterwards as if there had been no second run.
 
     Args:
-        before: What the generators had in them at the first time, filled then, to be passed again.
-        attributes: What the modules that run have as attributes.
-        forward: What to run.
+        before: The states of the generators in the first run; filled then, to be passed again.
+        attributes: The attributes of the modules that run.
+        forward: The function to run.
     """
     if not before:
         drawn = [DrawnBefore(get, set_, get()) for get, set_ in _generators(attributes)]
@@ -74,16 +74,16 @@ def _generators(attributes: Iterable[Any]) -> Iterator[tuple[Callable[[], Any], 
 
 
 class _NumPy:
-    """NumPy's own generator, of which the state is copied only where it has moved, since that takes long."""
+    """NumPy's global generator. Its state is copied only if it has changed, since a copy is slow."""
 
     def __init__(self) -> None:
-        self._bits: Any = None  # what makes its numbers
+        self._bits: Any = None  # its bit generator
         self._address = 0
-        self._last: tuple[bytes, Any] | None = None  # in memory, and as NumPy tells it
+        self._last: tuple[bytes, Any] | None = None  # as raw memory, and as NumPy returns it
 
     def get(self) -> Any:
         raw = self._raw()
-        # A normal number that is left over of two is used up without a move, so that with one nothing is known.
+        # Using a cached normal number does not change the memory, so with one nothing is known.
         if raw is not None and self._last is not None and raw == self._last[0] and not self._last[1]["has_gauss"]:
             return self._last[1]
         state = sys.modules["numpy.random"].get_state(legacy=False)
@@ -97,7 +97,7 @@ class _NumPy:
             self._last = None if raw is None else (raw, state)
 
     def _raw(self) -> bytes | None:
-        """Return the memory of the Mersenne Twister, 624 numbers and a place among them, or None if it is another."""
+        """Return the memory of the Mersenne Twister, 624 numbers and a position, or None for another generator."""
         numpy = sys.modules["numpy.random"]
         get_bits = getattr(numpy, "get_bit_generator", None)  # since NumPy 1.24
         bits: Any = get_bits and get_bits()

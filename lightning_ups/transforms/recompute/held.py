@@ -1,7 +1,8 @@
-"""Running a forward a second time with what its modules had in the first.
+"""Runs a forward a second time with the module attributes of the first run.
 
-By then `torch.func.functional_call` has put the module's own tensors back, what makes a buffer where it has none has
-one, a model is in evaluation, a discriminator is no longer frozen, and a recurrent layer has its next state.
+Before the second run, `torch.func.functional_call` may have restored the module's own tensors, a buffer may have been
+created, the model may be in evaluation mode, a discriminator may no longer be frozen, and a recurrent layer may have
+its next state.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -16,9 +17,9 @@ __all__ = ["Held", "HeldBefore", "own_attributes"]
 
 _Tensors = Mapping[str, Tensor | None]
 
-# What every module has for itself: hooks and containers, which stay, and whether it trains, which is put back.
+# Attributes that every module has: hooks and containers, which are not restored, and `training`, which is.
 _STRUCTURE = (vars(nn.Module()).keys() - {"training"}) | {"forward", "_compiled_call_impl"}
-# Modules that know of a second forward themselves, and note in their attributes how far they are.
+# Modules that handle a second forward themselves, and record their progress in attributes.
 _NOTE_IT = (
     "deepspeed.",
     "torch.distributed.fsdp.fully_sharded_data_parallel",
@@ -28,7 +29,7 @@ _NOTE_IT = (
 
 
 class HeldBefore(NamedTuple):
-    """A module, all its attributes, and which tensors were its parameters, whether they trained, and its buffers."""
+    """A module, its attributes, and its parameters, their `requires_grad`, and its buffers."""
 
     module: nn.Module
     attributes: Mapping[str, Any]
@@ -38,25 +39,25 @@ class HeldBefore(NamedTuple):
 
 
 class Held:
-    """What the modules below a block have: their attributes and the tensors themselves, not what is in them.
+    """The attributes and tensors of the modules below a block, but not the values of the tensors.
 
     Args:
-        block: Whose forward is to be run twice.
+        block: The block whose forward runs twice.
     """
 
     def __init__(self, block: nn.Module) -> None:
-        # Those of TorchScript hold theirs in C++, where nobody puts others in their place.
+        # TorchScript modules hold theirs in C++, where they cannot be replaced.
         self._modules = [module for module in block.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._left_out = [_names_left_out(module) for module in self._modules]
-        # All modules have these first. Nothing that a forward draws from is among them.
+        # All modules have these first. A forward draws no random numbers from them.
         self._first_own = [_num_leading(vars(module), _STRUCTURE | {"training"}) for module in self._modules]
 
     def run(self, before: list[HeldBefore], forward: Callable[[], Any]) -> Any:
-        """Run ``forward`` for the first time, if ``before`` is empty, or once more.
+        """Run ``forward`` for the first time if ``before`` is empty, otherwise again.
 
         Args:
-            before: What the modules had at the first time, filled then, to be passed again.
-            forward: What to run.
+            before: The attributes in the first run; filled then, to be passed again.
+            forward: The function to run.
         """
         now = [_now(module) for module in self._modules]
         if not before:
@@ -69,7 +70,7 @@ class Held:
             self._put(now)
 
     def own_values(self, before: Iterable[HeldBefore]) -> Iterator[Any]:
-        """Yield what the modules had as attributes of their own."""
+        """Yield the modules' own attributes."""
         for first, held in zip(self._first_own, before, strict=True):
             yield from islice(held.attributes.values(), first, None)
 
@@ -83,7 +84,7 @@ class Held:
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a forward of ``module`` may read and write as an attribute of it, by name."""
+    """Return the attributes of ``module`` that its forward may read and write, by name."""
     left_out = _names_left_out(module)
     return {name: value for name, value in vars(module).items() if name not in left_out}
 
@@ -109,7 +110,7 @@ def _names_left_out(module: nn.Module) -> Container[str]:
 
 
 def _set(held: MutableMapping[str, Any], wanted: Mapping[str, Any], left_out: Container[str] = ()) -> None:
-    # As a rule nothing has changed, and this is done for each module of each block.
+    # Usually nothing has changed, and this runs for each module of each block.
     if held.keys() == wanted.keys() and all(map(is_, held.values(), wanted.values())):
         return
     for name in [name for name in held if name not in wanted and name not in left_out]:

@@ -1,4 +1,4 @@
-"""What recomputed blocks keep for backward, measured while they run."""
+"""Measures what recomputed blocks keep for backward."""
 
 from collections.abc import Callable, Container, Iterable
 from typing import Any
@@ -14,15 +14,16 @@ from lightning_ups.transforms.recompute.determinism import Samples
 
 __all__ = ["CALLED_TRACED", "TRACED", "TRACED_IDLE", "Copies", "Kept", "Measurement"]
 
-Storages = dict[Any, int]  # bytes by memory, so that what many tensors share counts once
+Storages = dict[Any, int]  # bytes by storage, so that shared memory counts once
 
-TRACED: set[Callable[..., Any]] = set()  # the recomputed forwards that Dynamo has seen
-TRACED_IDLE: set[Callable[..., Any]] = set()  # those that it has seen where nothing needed a gradient
-CALLED_TRACED: dict[Callable[..., Any], set[Operator]] = {}  # what these call, where results of operators are chosen
+TRACED: set[Callable[..., Any]] = set()  # recomputed forwards that Dynamo has traced
+TRACED_IDLE: set[Callable[..., Any]] = set()  # those that it has traced when nothing required a gradient
+# the operators that they call, if results of operators are selected
+CALLED_TRACED: dict[Callable[..., Any], set[Operator]] = {}
 
 
 class Copies:
-    """Copies of arguments, of which many blocks share one if it needs no gradient, as a mask does."""
+    """Copies of arguments. Blocks share the copy of an argument that needs no gradient, such as a mask."""
 
     def __init__(self) -> None:
         self._shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -38,7 +39,7 @@ class Copies:
         return shared[1]
 
     def clear(self) -> None:
-        """Forget them."""
+        """Drop all copies."""
         self._shared.clear()
 
 
@@ -46,62 +47,62 @@ class Kept:
     """What blocks keep for backward, as far as they have run.
 
     The first eager forward of a block that has something to keep is measured, at the cost of a call for each tensor
-    that autograd saves. Of a compiled one it is only known that its code was traced with its recomputation, in this
+    that autograd saves. For a compiled block, it is only known that its code was traced with its recomputation, in this
     process: equal blocks, and later fits, share that code.
 
     Args:
-        save_less: Whether a block that writes in place to what it is to keep keeps its arguments alone.
+        save_less: Whether a block that writes in place to a result to be kept keeps only its arguments.
     """
 
     def __init__(self, *, save_less: bool = False) -> None:
-        self.save_less = save_less  # a block that writes to what is to be kept keeps its arguments alone
-        self.saves_nothing: set[nn.Module] = set()  # these do so
-        self.writes_arguments: set[nn.Module] = set()  # these need copies of their arguments
+        self.save_less = save_less  # see the class
+        self.saves_nothing: set[nn.Module] = set()  # blocks that keep only their arguments
+        self.writes_arguments: set[nn.Module] = set()  # blocks that need copies of their arguments
         self.copies = Copies()
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self.measured: set[nn.Module] = set()
-        self.idle: set[nn.Module] = set()  # ran, and had nothing to keep: all is frozen, or gradients are off
-        self.watches = False  # for what eager blocks call: at the cost of a call for each operator
+        self.idle: set[nn.Module] = set()  # ran with nothing to keep: all is frozen, or gradients are off
+        self.watches = False  # whether to record the operators of eager blocks, at the cost of a call for each
         self.called_eagerly: set[Operator] = set()
         self.names: dict[nn.Module, str] = {}  # for errors
-        self.ran_again: nn.Module | None = None  # the block of which a second run began last
+        self.ran_again: nn.Module | None = None  # the block that was recomputed last
         self._without: Storages = {}
         self._with: Storages = {}
 
     @property
     def called(self) -> set[Operator]:
-        """The operators that blocks called where results of operators are chosen: eager ones while it ``watches``."""
+        """The operators that blocks called, if operators are selected; for eager blocks only if ``watches``."""
         return self.called_eagerly.union(*(CALLED_TRACED.get(forward, ()) for forward in self.forwards.values()))
 
     @property
     def num_ran(self) -> int:
-        """How many blocks ran so that backward recomputes them."""
+        """The number of blocks that ran and are recomputed in backward."""
         compiled = (block for block, forward in self.forwards.items() if forward in TRACED and block not in self.idle)
         return len(self.measured.union(compiled))
 
     @property
     def num_idle(self) -> int:
-        """How many blocks ran and had nothing that backward could recompute, so far."""
+        """The number of blocks that ran so far with nothing to recompute."""
         compiled = (block for block, forward in self.forwards.items() if forward in TRACED_IDLE - TRACED)
         return len(self.idle.union(compiled))
 
     @property
     def bytes_without(self) -> int:
-        """What the measured blocks would keep if nothing were recomputed: for one call of each, without parameters."""
+        """The bytes that one call of each measured block would keep without recomputation, not counting parameters."""
         return sum(self._without.values())
 
     @property
     def bytes_kept(self) -> int:
-        """What the measured blocks keep, their arguments included."""
+        """The bytes that the measured blocks keep, including their arguments."""
         return sum(self._with.values())
 
     def name(self, block: nn.Module) -> str:
-        """Return what errors call ``block``."""
+        """Return the name of ``block`` for errors."""
         name, kind = self.names.get(block), type(block).__name__
         return kind if name is None else f"{name} ({kind})"
 
     def add(self, block: nn.Module, *, saved: Storages, kept: Iterable[torch.Tensor]) -> None:
-        """Count one call of ``block`` that saved ``saved`` and, being recomputed, keeps ``kept`` instead."""
+        """Count one call of ``block`` that saved ``saved`` and keeps ``kept`` instead, as it is recomputed."""
         if not saved:
             self.idle.add(block)
             return
@@ -112,16 +113,16 @@ class Kept:
 
 
 class Measurement:
-    """The function that a checkpoint runs twice, with a record of what its first run saves and writes to.
+    """The function that a checkpoint runs twice, recording what its first run saves and writes to.
 
     Args:
         run: The function.
-        ops: The operators whose results are to be kept from the next call on.
+        ops: The operators whose results are kept from the next call on.
         called: Receives the operators that the first run calls.
-        name: What an error says is run.
+        name: The name of the block, for errors.
 
     Raises:
-        RuntimeError: In the second run, if that saves other numbers.
+        RuntimeError: In the second run, if it saves other values.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Measurement:
         self._samples = Samples()
         self._ran = False
         self.saved: Storages = {}
-        self.results: list[torch.Tensor] = []  # what the operators returned
+        self.results: list[torch.Tensor] = []  # the results of the operators
         self._written: Storages = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -151,7 +152,7 @@ class Measurement:
                 return self._run(*args)
 
     def _run_again(self, *args: Any) -> Any:
-        samples, self._samples = self._samples, Samples()  # of a third run nothing is known
+        samples, self._samples = self._samples, Samples()  # nothing is known about a third run
         try:
             with saves_seen_by(samples.see_again):
                 return self._run(*args)
@@ -160,7 +161,7 @@ class Measurement:
 
     @property
     def writes_to_results(self) -> bool:
-        """Whether a result that is to be kept was written to, by whatever counts versions or does not."""
+        """Whether a result that is to be kept was written to, even if no version counter recorded it."""
         return not self._written.keys().isdisjoint(_bytes_of(self.results))
 
     def _see_called(self, op: Operator, result: Any) -> None:
@@ -169,7 +170,7 @@ class Measurement:
             self.results += [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
     def _see(self, tensor: torch.Tensor) -> None:
-        # Under FSDP2 a parameter is whole within the block only, so that it is known by its kind and not by its memory.
+        # Under FSDP2 a parameter is unsharded only within the block, so it is identified by its class, not its memory.
         if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
             self.saved.update(storages(tensor))
         self._samples.see_first(tensor)

@@ -1,4 +1,4 @@
-"""Activation checkpointing as a reversible change of ``forward``."""
+"""Activation checkpointing as a reversible replacement of ``forward``."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -44,7 +44,7 @@ Save = Literal["nothing", "matmuls"]
 
 
 class _Opened(NamedTuple):
-    """What is known of a block while its change holds."""
+    """The state of a block while its forward is replaced."""
 
     kept: Kept
     buffers: Buffers
@@ -53,14 +53,14 @@ class _Opened(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """What a block had when its forward began, filled by the first run for the second."""
+    """The state of a block when its forward began, recorded in the first run for the second."""
 
     held: list[HeldBefore]
     drawn: list[list[DrawnBefore]]
     buffers: list[Taken]
 
 
-# A global, and not an argument of the forward: equal blocks share their forward, and with it their compilation.
+# A global, not an argument of the forward: equal blocks share their forward, and therefore its compilation.
 _OPENED: dict[nn.Module, _Opened] = {}
 
 
@@ -72,24 +72,24 @@ def recompute(
     save_less: bool = False,
     by: Callable[..., Any] | None = None,
 ) -> Iterator[Kept]:
-    """Recompute ``blocks`` in backward while the context is open, keeping only what ``save`` names.
+    """Recompute ``blocks`` in backward while the context is open, keeping only what ``save`` selects.
 
-    The second run is like the first: random numbers are drawn again as they were, by torch's generators of the CPU and
-    of the device of a block's arguments, by Python's and NumPy's, and by those that are attributes within the block;
-    buffers, attributes and what is frozen are as they were, and what the second run does to them is taken back.
+    The second run equals the first: it draws the same random numbers, from torch's generators of the CPU and of the
+    arguments' device, from Python's and NumPy's, and from generators that are attributes within the block. Buffers,
+    attributes and `requires_grad` are those of the first run, and changes by the second run are undone.
 
     Args:
-        blocks: What to recompute, each for itself.
+        blocks: The blocks, each recomputed separately.
         save: ``"nothing"``, ``"matmuls"`` or names of operators; see ``saved_ops``.
-        save_less: Let a block that writes in place to what ``save`` keeps save nothing, instead of raising.
-        by: What runs eager blocks in place of torch's ``checkpoint``, and is called as it is, for modules whose second
-            forward must know of the first, as those of Transformer Engine. None: torch's.
+        save_less: Let a block that writes in place to a kept result keep nothing, instead of raising.
+        by: A replacement of torch's ``checkpoint`` for eager blocks with modules that must distinguish both forwards,
+            such as those of Transformer Engine. None: torch's.
 
     Yields:
-        What the blocks keep, growing as they run.
+        What the blocks keep; the counts grow as they run.
 
     Raises:
-        ValueError: If an operator of ``save`` is unknown or never runs as itself.
+        ValueError: If an operator of ``save`` is unknown or never runs itself.
     """
     kept = Kept(save_less=save_less)
     with ExitStack() as undo:
@@ -101,21 +101,21 @@ def recompute(
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Return whether backward recomputes ``module`` now, or a part of it."""
+    """Return whether ``module``, or a part of it, is currently recomputed in backward."""
     return not _OPENED.keys().isdisjoint(module.modules())
 
 
 def saved_ops(save: Save | Sequence[str], block: nn.Module) -> tuple[Operator, ...]:
-    """Return the operators whose results ``save`` keeps: none, the costly ones, or those of these names.
+    """Return the operators whose results ``save`` keeps: none, the expensive ones, or those named.
 
     Raises:
-        ValueError: If a name matches no operator, or one that is decomposed into others before it runs.
+        ValueError: If a name matches no operator, or one that is decomposed before it runs.
     """
     if save == "nothing":
         return ()
     ops = costly_ops() if save == "matmuls" else _named_ops(save)
     if any(base.__name__ == "Float8Linear" for module in block.modules() for base in type(module).__mro__):
-        # Its scale is the maximum of a tensor: a few numbers, for which all of it would be read a second time
+        # Its scale is the maximum of a tensor: a single value, but recomputing it reads the whole tensor again
         # (https://github.com/pytorch/ao/issues/893).
         ops = [*ops, *operators(["aten.max.default", "aten.amax.default"]), maxima]
     return tuple(dict.fromkeys(ops))
@@ -145,13 +145,13 @@ def refuse_recomputed(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def memory_budget(modules: Iterable[nn.Module], *, budget: float) -> Iterator[None]:
-    """Let the compiler keep ``budget`` of what it would keep by default, in what it compiles while the context is open.
+    """Let compiled code keep ``budget`` of what it would keep by default, while the context is open.
 
-    0 is what checkpointing everything keeps, 1 the default. What random numbers are made of is kept whatever it is.
-    ``modules`` are those whose code must not share graphs that were made under another budget.
+    0 keeps as much as checkpointing everything, 1 is the default. Inputs of random operators are always kept.
+    ``modules`` are those whose code must not share graphs made under another budget.
 
     Raises:
-        RuntimeError: If another budget is in force: torch has one for the process.
+        RuntimeError: If another budget is active: torch has one per process.
     """
     with random_numbers_kept(), activation_memory_budget(budget), ExitStack() as undo:
         for module in dict.fromkeys(modules):
@@ -182,7 +182,7 @@ def _opened(block: nn.Module, kept: Kept, by: Callable[..., Any]) -> Iterator[No
             _OPENED[block] = outer
 
 
-@lru_cache(maxsize=256)  # equal blocks get the same function, and with it share a compilation
+@lru_cache(maxsize=256)  # equal blocks get the same function, and therefore share a compilation
 def _recomputed(inner: Forward, *, ops: tuple[Operator, ...]) -> Forward:
     options: dict[str, Any] = {"use_reentrant": False}
     traced = {**options}
@@ -190,10 +190,10 @@ def _recomputed(inner: Forward, *, ops: tuple[Operator, ...]) -> Forward:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, list(ops))
         traced["context_fn"] = lambda: _watched_selection(ops, CALLED_TRACED.setdefault(forward, set()))
 
-    # The block's keywords as one argument: `checkpoint` has some of its own, such as `debug`, and would take them; and
-    # it looks for the devices whose random state to keep among the positional ones. The list is the same in both runs.
+    # The block's keyword arguments are passed as one argument: `checkpoint` has some of its own, such as `debug`; and
+    # it looks for the devices whose random state to save among the positional ones. The list is the same in both runs.
     def run(before: _Before, kwargs: dict[str, Any], self: nn.Module, *args: Any) -> Any:
-        # Compiled code recomputes what a graph returns, and what the graph does to buffers is no part of that.
+        # Compiled code recomputes the outputs of a graph, but not its writes to buffers.
         if torch.compiler.is_compiling() or self not in _OPENED:
             return inner(self, *args, **kwargs)
         kept, buffers, held, _ = _OPENED[self]
@@ -203,8 +203,8 @@ def _recomputed(inner: Forward, *, ops: tuple[Operator, ...]) -> Forward:
             forward = partial(buffers.run, before.buffers, partial(inner, self, *args, **kwargs))
             return held.run(before.held, lambda: run_with_drawn(before.drawn, held.own_values(before.held), forward))
 
-    # A function of ours, not `partial(checkpoint, inner)`: Dynamo skips torch's own frames, so a
-    # block whose forward is torch.utils.checkpoint itself would compile to nothing, silently.
+    # A function of this package, not `partial(checkpoint, inner)`: Dynamo skips torch's own frames, so a block whose
+    # forward is torch.utils.checkpoint itself would silently not be compiled.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             if torch.compiler.is_compiling():
@@ -212,7 +212,7 @@ def _recomputed(inner: Forward, *, ops: tuple[Operator, ...]) -> Forward:
             elif self in _OPENED:
                 _OPENED[self].kept.idle.add(self)
             return inner(self, *args, **kwargs)
-        # Caches are refused there, since an error amid tracing is none.
+        # Caches are refused there, since an error during tracing would not be raised.
         if not torch.compiler.is_compiling() or any(map(_is_cache, (*args, *kwargs.values()))):
             return _run_eager(run, options, self, args, kwargs, ops=ops)
         # A graph without a backward has nothing to recompute, and torch refuses one that draws random numbers.
@@ -222,7 +222,7 @@ def _recomputed(inner: Forward, *, ops: tuple[Operator, ...]) -> Forward:
         note_traced()
         return checkpoint(run, _Before([], [], []), kwargs, self, *args, **traced)
 
-    @torch.compiler.assume_constant_result  # so that it runs while Dynamo traces, and is no part of the graph
+    @torch.compiler.assume_constant_result  # runs while Dynamo traces, and is not part of the graph
     def note_traced() -> None:
         TRACED.add(forward)
 
@@ -234,9 +234,9 @@ def _recomputed(inner: Forward, *, ops: tuple[Operator, ...]) -> Forward:
 
 
 def _watched_selection(ops: Container[Operator], called: set[Operator]) -> tuple[Any, Any]:
-    """Return the contexts of a checkpoint that keeps what ``ops`` return, and adds each operator that runs to `called`.
+    """Return the contexts of a checkpoint that keeps the results of ``ops``, and adds each operator to ``called``.
 
-    Torch's own, which are given a list, cost less for each operator.
+    Torch's own contexts, created from a list, cost less per operator.
     """
 
     def policy(_: Any, op: Operator, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -254,7 +254,7 @@ def _may_need_gradient(value: Any) -> bool:
 
 @contextmanager
 def _explaining_writes(name: str) -> Iterator[None]:
-    """Say what to do where the second run finds that a result which was kept has been written to."""
+    """Explain the error if a kept result was written to before the second run."""
     try:
         yield
     except RuntimeError as error:
@@ -284,7 +284,7 @@ def _refuse_torch_func(block: nn.Module) -> None:
 
 
 def _is_cache(value: Any) -> bool:
-    # By what transformers asks all of its caches for, and not by a class: this module knows torch alone.
+    # By the methods that all caches of transformers have, not by class: this module depends on torch only.
     return hasattr(value, "get_seq_length")
 
 
@@ -299,7 +299,7 @@ def _refuse_key_value_cache(block: nn.Module, caches: Iterable[Any]) -> None:
         )
 
 
-@hidden_from_dynamo  # it would compile what is done here where a graph break leaves a recomputed block uncompiled
+@hidden_from_dynamo  # otherwise Dynamo compiles this function when a graph break leaves a recomputed block uncompiled
 def _run_eager(
     run: Callable[..., Any],
     options: dict[str, Any],
@@ -324,7 +324,7 @@ def _run_eager(
             return _finished(checkpointed, copied, before, block, *copied.copies(), **options)
         return _finished(checkpointed, run, before, kwargs, block, *args, **options)
     _refuse_key_value_cache(block, filter(_is_cache, (*args, *kwargs.values())))
-    # This first call keeps the arguments alone: whether what `ops` return may be kept is known when it has ended.
+    # The first call keeps only the arguments: whether results of `ops` may be kept is known at its end.
     called = kept.called_eagerly if kept.watches else set[Operator]()
     measurement = Measurement(run, ops=ops, called=called, name=kept.name(block))
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -345,13 +345,13 @@ def _run_eager(
 
 
 def _is_real(block: nn.Module, *arguments: Any) -> bool:
-    """Return whether the block computes on data, and not in a simulation of a step, which measures by itself."""
+    """Return whether the block computes on real data, and not in a dry run, which measures by itself."""
     tensors = (*tree_leaves(arguments), *islice(block.parameters(), 1))
     return all(has_values(tensor) for tensor in tensors if isinstance(tensor, Tensor))
 
 
 class _OnCopies:
-    """Runs a function on its arguments, and then, for backward, on copies: the first run may write to them in place."""
+    """Runs a function on its arguments, and in backward on copies: the first run may write to them in place."""
 
     def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shared: Copies) -> None:
         self._run, self._given = run, [(args, kwargs)]
@@ -363,7 +363,7 @@ class _OnCopies:
             self._leaves[i] = None
 
     def copies(self) -> list[Tensor]:
-        """Return the copies, to be passed to each call, and forget them: a checkpoint keeps what it is given."""
+        """Return the copies, to be passed to each call, and drop them: a checkpoint keeps its arguments."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -375,15 +375,15 @@ class _OnCopies:
         leaves = [*self._leaves]
         with outside_modes(), torch.enable_grad():
             for i, copy in zip(self._places, copies, strict=True):
-                leaves[i] = copy.clone()  # no leaf, so that it may be written to
+                leaves[i] = copy.clone()  # not a leaf, so that it may be written to
         args, kwargs = tree_unflatten(leaves, self._spec)
         return self._run(before, kwargs, block, *args)
 
 
 def _finished(checkpointed: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Checkpoint ``run``, and let what it raises at first pass only when checkpointing has ended.
+    """Checkpoint ``run``, and raise its first error only after checkpointing has ended.
 
-    That of torch before 2.13 leaves its hooks on whatever runs next, until an error that came through it is forgotten.
+    Before torch 2.13, checkpoint leaves its hooks active until the error is freed.
     """
     failed, has_run = list[BaseException](), False
 
@@ -406,7 +406,7 @@ def _finished(checkpointed: Callable[..., Any], run: Callable[..., Any], *args: 
 
 @lru_cache(maxsize=256)
 def _budgeted(inner: Forward, *, budget: float) -> Forward:  # noqa: ARG001  (the cache goes by it)
-    # Does nothing but be another function for each budget: Dynamo keeps its graphs by function, and knows no budget.
+    # Only serves as a separate function per budget: Dynamo keys its graphs by function, not by budget.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return inner(self, *args, **kwargs)
 
