@@ -1,1 +1,1 @@
-"""What a run keeps: checkpoints, resuming, and guarding against bad steps."""
+"""Saved state: checkpoints, resuming, and guarding against bad steps."""

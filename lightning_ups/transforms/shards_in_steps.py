@@ -1,4 +1,4 @@
-"""What code of a training step does with the shards that ``parameters()`` gives it."""
+"""Functions that code of a training step calls on the shards from ``parameters()``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +17,7 @@ _FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 @contextmanager
 def plain_from_shards() -> Iterator[None]:
-    """Let ``shard.new_zeros(...)`` and the like make plain tensors in the context, as a whole parameter does."""
+    """Let ``shard.new_zeros(...)`` and similar functions return plain tensors while the context is open."""
     with ExitStack() as stack:
         for name in _FACTORIES:
             target = f"torch.distributed.tensor:DTensor.{name}"
@@ -34,15 +34,15 @@ def _factory(name: str) -> Any:
 
 @contextmanager
 def refusing_gradients_of_shards(step: str) -> Iterator[None]:
-    """Let ``torch.autograd.grad`` refuse to differentiate by shards, whose gradients are averages over all devices.
+    """Make ``torch.autograd.grad`` raise for shards, whose gradients would be averages over all devices.
 
     Args:
-        step: The name of what runs in the context.
+        step: The name of the step that runs in the context.
     """
 
     def refusing(stock: Callable[..., Any]) -> Callable[..., Any]:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            given = tree_leaves(inputs)  # a tensor, several, or since torch 2.13 a dict of them
+            given = tree_leaves(inputs)  # a tensor, several, or since torch 2.13 a dict
             if any(isinstance(each, nn.Parameter) and isinstance(each, DTensor) for each in given):
                 raise RuntimeError(
                     f"{step} asks torch.autograd.grad for gradients of parameters. SimpleFSDPStrategy averages these"

@@ -1,4 +1,4 @@
-"""Splitting matrix products over devices, with the activations between them split along the sequence."""
+"""Tensor parallelism: splits matrix products over devices, and activations between them along the sequence."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -40,7 +40,7 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "colwise_gathered": lambda: ColwiseParallel(output_layouts=Replicate()),
     "embedding": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-    # Along the sequence: between the products each device has a part of the positions.
+    # Along the sequence: between the products, each device has a part of the positions.
     "norm": SequenceParallel,
     "norm_of_heads": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     "split_sequence": lambda: PrepareModuleInput(
@@ -59,7 +59,7 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise_from_sequence": lambda: ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
 
-_SPLITTING = ("split_sequence", "embedding_to_sequence")  # what begins to split along the sequence
+_SPLITTING = ("split_sequence", "embedding_to_sequence")  # styles whose outputs are split along the sequence
 
 PLANS: Mapping[str, tuple[str, Mapping[str, Style]]] = {
     "gpt": (
@@ -83,7 +83,7 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Style]]] = {
     "llama": (
         "LlamaForCausalLM",
         {
-            "model.embed_tokens": "embedding",  # whole: positions are counted on what it returns
+            "model.embed_tokens": "embedding",  # not split: positions are counted from its output
             "model.layers.0": "split_sequence",
             "model.layers.*.input_layernorm": "norm",
             "model.layers.*.self_attn": "gather_hidden_states",
@@ -102,11 +102,11 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Style]]] = {
 
 
 def check_plan(plan: str | Mapping[str, Style]) -> None:
-    """Refuse what is no plan, whatever the model.
+    """Raise if ``plan`` is not a valid plan for any model.
 
     Raises:
         TypeError: If it is neither a name nor a mapping from strings to strings.
-        ValueError: If it is empty, or there is no such plan or style.
+        ValueError: If it is empty, or has an unknown name or style.
     """
     if not isinstance(plan, (str, Mapping)):
         raise TypeError(
@@ -145,17 +145,17 @@ def check_plan(plan: str | Mapping[str, Style]) -> None:
 
 
 def plan_of(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str, Style]:
-    """Return ``plan``, or the one that has this name with the names that ``model`` has, by the patterns of its modules.
+    """Return ``plan``, or the named plan with the module names of ``model``.
 
     Raises:
-        TypeError: If it is of another kind.
-        ValueError: If there is no such plan or style, or ``model`` has no module that it is for.
+        TypeError: If it has the wrong type.
+        ValueError: If a name or style is unknown, or if the plan does not fit ``model``.
     """
     check_plan(plan)
     if not isinstance(plan, str):
         return dict(plan)
     kind, styles = PLANS[plan]
-    # FSDP2 is not there yet: classes have their own names.
+    # Before FSDP2 is applied: classes have their own names.
     found = [name for name, m in model.named_modules() if kind in (base.__name__ for base in type(m).__mro__)]
     if not found:
         raise ValueError(
@@ -167,13 +167,14 @@ def plan_of(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str, Styl
 
 
 def parallelize(model: nn.Module, *, plan: Mapping[str, Style], mesh: DeviceMesh) -> dict[str, Style]:
-    """Split the modules of ``model`` that ``plan`` names over ``mesh``, in place; ties and names stay.
+    """Split the modules of ``model`` that ``plan`` names over ``mesh``, in place; names and ties do not change.
 
     Returns:
-        The style of each module that was split.
+        The style of each split module.
 
     Raises:
-        ValueError: If a pattern matches nothing, if a weight does not divide, or if tied weights are split in two ways.
+        ValueError: If a pattern matches nothing, if a weight does not divide evenly, or if tied weights have two
+            styles.
     """
     styles = styles_of(model, plan=plan, size=mesh.size())
     ties = _ties(model)
@@ -191,7 +192,7 @@ def styles_of(model: nn.Module, *, plan: Mapping[str, Style], size: int) -> dict
     """Return the style of each module that ``plan`` splits over ``size`` devices.
 
     Raises:
-        ValueError: If a pattern matches nothing, or if a weight does not divide.
+        ValueError: If a pattern matches nothing, or if a weight does not divide evenly.
     """
     modules = {name: m for name, m in model.named_modules() if name and not isinstance(m, nn.Identity)}
     chosen: dict[str, Style] = {
@@ -213,7 +214,7 @@ def _only_identities(model: nn.Module, pattern: str) -> bool:
 
 
 def _rows_together(owner: nn.Module, name: str) -> int:
-    """Return how many rows of a weight of ``owner`` belong together, as those of a head of attention do."""
+    """Return how many rows of a weight of ``owner`` must stay together, such as those of an attention head."""
     of_heads = getattr(owner, "head_dim", 1) if name in ("q_proj", "k_proj", "v_proj") else 1
     return getattr(owner, "rows_together", {}).get(name, of_heads)
 
@@ -236,7 +237,7 @@ def _check_divides(name: str, module: nn.Module, style: Style, size: int, *, tog
 
 
 def _check_length(_: nn.Module, args: tuple[Any, ...], *, name: str, size: int) -> None:
-    # Devices would take their parts for equally long, and wait for, or read, what others never sent.
+    # Devices assume that all parts are equally long, and would wait for data that others never send.
     if args and isinstance(args[0], Tensor) and args[0].dim() > 1 and args[0].shape[1] % size:
         raise ValueError(
             f"A sequence of {args[0].shape[1]} positions was given to {name} under tensor parallelism."

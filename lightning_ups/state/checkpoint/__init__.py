@@ -1,4 +1,4 @@
-"""Checkpoints by torch's distributed checkpointing (DCP): saving, loading, and the folder they live in."""
+"""Checkpoints with torch's distributed checkpointing (DCP): saving, loading, and the folder format."""
 
 from lightning_ups.state.checkpoint.checksums import CHUNK, Piece, SummedRecord, checksum
 from lightning_ups.state.checkpoint.claims import claim, neighbors

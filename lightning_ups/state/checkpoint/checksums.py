@@ -51,7 +51,7 @@ __all__ = [
 CHECKSUMS = "checksums.json"
 CHUNK = 2**20  # bytes: small enough to stay in a core's cache between being summed and being copied
 ROW = 4096  # bytes
-_WORTH = 2**18  # bytes for which another thread, or the GPU, is asked
+_WORTH = 2**18  # bytes from which another thread, or the GPU, is used
 
 
 class DamagedFileError(ValueError):
@@ -63,7 +63,7 @@ def checksum(data: Any, before: int = 0) -> int:
 
     Args:
         data: Bytes.
-        before: The checksum of what precedes them, if that is some rows and nothing after them.
+        before: The checksum of the data before them, which must be whole rows.
     """
     view = memoryview(data).cast("B")
     rows = len(view) // ROW
@@ -83,38 +83,38 @@ def checksum_of_file(path: Path) -> int:
 
 
 def worth_summing_on_device(row: Tensor, *, chunk: int) -> bool:
-    """Return whether the device of ``row``, contiguous bytes, can add up its rows, and does so faster than the host.
+    """Return whether the device of ``row``, contiguous bytes, can sum its rows faster than the host.
 
     Args:
-        row: From the beginning of a chunk on. The device needs 64-bit words that are aligned.
-        chunk: Bytes that have one checksum.
+        row: The bytes from the start of a chunk. The device needs aligned 64-bit words.
+        chunk: The number of bytes per checksum.
     """
     is_aligned = row.data_ptr() % 8 == 0 and row.storage_offset() % 8 == 0
     return row.nbytes >= _WORTH and is_aligned and chunk % ROW == 0
 
 
 def row_sums(row: Tensor) -> Tensor:
-    """Return the sums of the 64-bit words of each whole row of ``row``, added up by its device.
+    """Return the sums of the 64-bit words of each complete row of ``row``, computed by its device.
 
-    Like those of NumPy, they wrap around.
+    They wrap around, like those of NumPy.
     """
     rows = row.nbytes // ROW
     words = row[: rows * ROW].view(torch.int64).view(rows, ROW // 8)
     try:
         return words.sum(1)
-    except torch.OutOfMemoryError:  # a full GPU can still be saved
+    except torch.OutOfMemoryError:  # a checkpoint can still be saved when the GPU is full
         return words.cpu().sum(1)
 
 
 def _sums(view: memoryview, chunk: int, row_sums: memoryview | None = None) -> list[int]:
-    """Return the checksum of each ``chunk`` bytes of ``view``, of rows that are all added up at once.
+    """Return the checksum of each ``chunk`` bytes of ``view``, whose rows are all summed in one call.
 
-    NumPy lets other threads run meanwhile, and many short calls would make them wait for one another.
+    NumPy releases the GIL during the call; many short calls would make threads wait for one another.
 
     Args:
         view: Bytes.
-        chunk: Bytes of each chunk but the last.
-        row_sums: The sums of all whole rows of ``view``, if they are known.
+        chunk: Bytes of each chunk except the last.
+        row_sums: The sums of all complete rows of ``view``, if known.
     """
     if chunk % ROW:
         return [checksum(view[start : start + chunk]) for start in range(0, len(view), chunk)]
@@ -126,7 +126,7 @@ def _sums(view: memoryview, chunk: int, row_sums: memoryview | None = None) -> l
 
 
 def _sums_of_rows(row_sums: memoryview, rest: bytes | memoryview, chunk: int) -> list[int]:
-    """Return the checksum of each ``chunk`` bytes of rows with these sums and of the bytes after the last row."""
+    """Return the checksum of each ``chunk`` bytes, from the sums of the rows and the bytes after the last row."""
     rows, each = len(row_sums) // 8, chunk // ROW
     sums = [zlib.crc32(row_sums[8 * start : 8 * (start + each)]) for start in range(0, rows, each)]
     if rest:
@@ -142,11 +142,11 @@ class Record:
     """The checksums of one record.
 
     Args:
-        length: Bytes in all.
-        head: Bytes before those of the tensor.
-        body: Bytes of the tensor; all bytes of what is not a plain tensor.
-        sums: Of the head, of each chunk of the body, and of the tail.
-        chunk: Bytes of each chunk but the last.
+        length: Total number of bytes.
+        head: Number of bytes before those of the tensor.
+        body: Number of bytes of the tensor, or all bytes if it is not a plain tensor.
+        sums: Checksums of the head, of each chunk of the body, and of the tail.
+        chunk: Bytes of each chunk except the last.
     """
 
     length: int
@@ -156,7 +156,7 @@ class Record:
     chunk: int
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Yield where each part of the record begins and ends that has a checksum."""
+        """Yield the start and end of each part of the record that has a checksum."""
         end = self.head + self.body
         yield 0, self.head
         yield from ((start, min(start + self.chunk, end)) for start in range(self.head, end, self.chunk))
@@ -164,7 +164,7 @@ class Record:
 
 
 class Piece(NamedTuple):
-    """Bytes of a tensor on the host, and the sums of their whole rows if a device has computed them."""
+    """Bytes of a tensor on the host, and the sums of their complete rows if a device has computed them."""
 
     data: memoryview
     row_sums: memoryview | None = None
@@ -174,7 +174,7 @@ class Piece(NamedTuple):
 class SummedRecord:
     """Writes one record to ``stream`` and computes its checksums, one for each ``chunk`` bytes of the tensor.
 
-    Meanwhile a thread of ``helpers`` computes them: a core that has nothing else to do hides what they cost.
+    A thread of ``helpers`` computes them during the write, so that an idle core hides the cost.
     """
 
     stream: IO[bytes]
@@ -185,12 +185,12 @@ class SummedRecord:
     _head: int = 0
 
     def write_head(self, data: bytes) -> None:
-        """Write what comes before the tensor's bytes; it may be nothing."""
+        """Write the bytes before those of the tensor, if any."""
         self._head = len(data)
         self._write(data)
 
     def write_body(self, pieces: Iterable[Piece]) -> None:
-        """Write the bytes of the tensor, in pieces of whole chunks but for the last piece."""
+        """Write the bytes of the tensor, in pieces of whole chunks except for the last piece."""
         for view, row_sums in pieces:
             if row_sums is not None or len(view) < _WORTH:
                 self._sums += _sums(view, self.chunk, row_sums)
@@ -202,7 +202,7 @@ class SummedRecord:
             self.length += len(view)
 
     def write_tail(self, data: bytes) -> Record:
-        """Write what comes after the tensor's bytes, and return the checksums of the record."""
+        """Write the bytes after those of the tensor, and return the checksums of the record."""
         body = self.length - self._head
         self._write(data)
         return Record(self.length, self._head, body, tuple(self._sums), self.chunk)
@@ -215,15 +215,15 @@ class SummedRecord:
 
 @dataclass(frozen=True)
 class Unverified:
-    """Chunks of one record that were read and not verified yet.
+    """Chunks of one record that were read but not verified.
 
     Args:
-        start: Where they begin in the memory that was filled.
+        start: Their offset in the memory that was filled.
         data: Their bytes.
-        chunk: Bytes of each chunk but the last.
+        chunk: Bytes of each chunk except the last.
         expected: The checksum of each chunk.
-        name: Of the file, for the error.
-        verifier: Of the thread that reads.
+        name: The name of the file, for the error.
+        verifier: The verifier of the thread that reads.
     """
 
     start: int
@@ -237,30 +237,30 @@ class Unverified:
         """Verify them now.
 
         Raises:
-            DamagedFileError: If they are not what was written.
+            DamagedFileError: If they differ from what was written.
         """
         _check(_sums(self.data, self.chunk), self.expected, self.name)
 
     def for_rows(self) -> "ExpectedRows":
-        """Return what verifies them once a device has added up their rows. Their bytes are not needed any more."""
+        """Return an object that verifies them from row sums of a device. Their bytes are not needed any more."""
         rows = len(self.data) // ROW
         return ExpectedRows(rows, bytes(self.data[rows * ROW :]), self.chunk, self.expected, self.name)
 
     def check_on_host(self) -> None:
-        """Let the verifier check them, while more is read."""
+        """Let the verifier check them while reading continues."""
         self.verifier.verify(self)
 
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """Chunks of one record whose rows a device adds up.
+    """Chunks of one record whose rows a device sums.
 
     Args:
-        rows: How many.
+        rows: The number of rows.
         rest: The bytes after the last one.
-        chunk: Bytes of each chunk but the last.
+        chunk: Bytes of each chunk except the last.
         expected: The checksum of each chunk.
-        name: Of the file, for the error.
+        name: The name of the file, for the error.
     """
 
     rows: int
@@ -270,19 +270,19 @@ class ExpectedRows:
     name: str
 
     def check(self, row_sums: memoryview) -> None:
-        """Verify them by the sums of their rows.
+        """Verify them from the sums of their rows.
 
         Raises:
-            DamagedFileError: If they are not what was written.
+            DamagedFileError: If they differ from what was written.
         """
         _check(_sums_of_rows(row_sums, self.rest, self.chunk), self.expected, self.name)
 
 
 class Verifier:
-    """Verifies what one thread reads: chunks of one record after the other, while the next ones are read.
+    """Verifies the chunks that one thread reads, one record at a time, while the next is read.
 
     Args:
-        helpers: Threads that compute checksums. None: this thread does.
+        helpers: Threads that compute checksums. None: the reading thread does.
     """
 
     def __init__(self, helpers: Executor | None = None) -> None:
@@ -292,10 +292,10 @@ class Verifier:
     def verify(self, chunks: Unverified) -> None:
         """Verify ``chunks`` on the host; `wait` must follow.
 
-        Until then, or until the next call of this has ended, a helper reads their bytes.
+        Until then, or until the next call has returned, a helper reads their bytes.
 
         Raises:
-            DamagedFileError: If these chunks or those before are not what was written.
+            DamagedFileError: If these or earlier chunks differ from what was written.
         """
         self.wait()
         if self._helpers is None or len(chunks.data) < _WORTH:
@@ -304,10 +304,10 @@ class Verifier:
             self._under_way = self._helpers.submit(chunks.check)
 
     def wait(self) -> None:
-        """Wait until all is verified.
+        """Wait until everything is verified.
 
         Raises:
-            DamagedFileError: If something is not what was written.
+            DamagedFileError: If anything differs from what was written.
         """
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
@@ -320,7 +320,7 @@ def _check(found: Sequence[int], expected: Sequence[int], name: str) -> None:
 
 
 class Ends(NamedTuple):
-    """What is written before the bytes of a tensor, how many these are, and what is written after them."""
+    """The bytes before those of a tensor, the number of the tensor's bytes, and the bytes after them."""
 
     head: bytes
     body: int
@@ -331,11 +331,11 @@ class RecordReader:
     """Reads the bytes of one record from ``file``, and verifies them.
 
     Args:
-        file: Holds the record.
-        offset: Where the record begins in the file.
-        record: Its checksums. None: there are none, and nothing is verified.
-        name: Of the file, for the error.
-        verifier: Of the thread that reads; it may still be at work on the record before.
+        file: The file with the record.
+        offset: The start of the record in the file.
+        record: Its checksums. None: nothing is verified.
+        name: The name of the file, for the error.
+        verifier: The verifier of the reading thread, which may still be busy with the previous record.
     """
 
     def __init__(
@@ -343,22 +343,22 @@ class RecordReader:
     ) -> None:
         self._file, self._offset, self._record, self._name = file, offset, record, name
         self._verifier = verifier or Verifier()
-        self._kept: tuple[int, bytearray] | None = None  # the last chunk of which a part was asked for
+        self._kept: tuple[int, bytearray] | None = None  # the last chunk that was read in part
 
     def verify(self) -> None:
         """Verify the whole record.
 
         Raises:
-            DamagedFileError: If it does not hold what was written.
+            DamagedFileError: If it differs from what was written.
         """
         for number, (start, end) in enumerate(self._record.spans() if self._record is not None else ()):
             self._fill(memoryview(bytearray(end - start)), start, number)
 
     def ends(self) -> "Ends | None":
-        """Verify what is before and after the bytes of the tensor, and return it; None if the record is not known.
+        """Verify and return the bytes before and after those of the tensor; None if there are no checksums.
 
         Raises:
-            DamagedFileError: If it does not hold what was written.
+            DamagedFileError: If they differ from what was written.
         """
         if self._record is None:
             return None
@@ -371,22 +371,22 @@ class RecordReader:
         return Ends(found[0], self._record.body, found[1])
 
     def read(self, room: memoryview, place: int) -> Unverified | None:
-        """Fill ``room`` with the bytes of the tensor from ``place`` in the record on.
+        """Fill ``room`` with the bytes of the tensor, starting at ``place`` in the record.
 
-        When this returns, no helper still reads what was read before; see `Verifier.verify`.
+        When this returns, no helper reads earlier chunks any more; see `Verifier.verify`.
 
         Returns:
-            The chunks that the caller must verify, which are whole. Parts of chunks are verified already.
+            The whole chunks, which the caller must verify. Partial chunks are already verified.
 
         Raises:
-            DamagedFileError: If something read here or before is not what was written.
+            DamagedFileError: If anything read here or before differs from what was written.
         """
         record = self._record
         if record is None:
             self._read(room, place)
             return None
         end = record.head + record.body
-        if place + len(room) > end:  # only in a forged checkpoint: this would never end
+        if place + len(room) > end:  # only in a forged checkpoint: the loop would never end
             raise DamagedFileError(damage(self._name))
         unverified, done = None, 0
         while room:
@@ -428,7 +428,7 @@ class RecordReader:
 
 
 def damage(path: str | Path) -> str:
-    """Return what to say of a file whose checksum has changed."""
+    """Return the error text for a file whose checksum does not match."""
     return (
         f"{path} is damaged: it does not hold what was saved, as its checksum shows."
         " Resume from an earlier checkpoint, and check the disk."
@@ -444,10 +444,10 @@ def as_json(records: Mapping[tuple[str, int], Record]) -> bytes:
 
 
 def from_json(files: Any) -> dict[tuple[str, int], Record]:
-    """Return what `as_json` wrote, from the values in it.
+    """Return the records that `as_json` wrote, from the parsed values.
 
     Raises:
-        ValueError: If the values do not belong together; others if they have another type.
+        ValueError: If the values are inconsistent; other errors if they have wrong types.
     """
     records = {
         (name, offset): Record(length, head, body, tuple(sums), chunk)

@@ -1,6 +1,6 @@
-"""Which runs save into a directory: each leaves a small file there until it ends.
+"""Records which runs save into a directory: each run leaves a small file there until it ends.
 
-A run that is killed leaves its file, by which the next run knows that what is left half written belongs to nobody.
+The file of a killed run shows the next run that half-written checkpoints belong to nobody.
 """
 
 import json
@@ -18,7 +18,7 @@ from lightning_ups.state.checkpoint import meta
 __all__ = ["Claim", "Neighbor", "claim", "neighbors"]
 
 _PREFIX, _SUFFIX = ".run-", ".json"
-_FORGOTTEN_S = 24 * 3600.0  # a run of another machine that has not saved for so long is not spoken of
+_FORGOTTEN_S = 24 * 3600.0  # a run on another machine that has not saved for this long is ignored
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Claim:
 
     Args:
         host: Its machine.
-        system: Which boot of that machine, and which container: where a process has this number.
-        pid: Its number.
-        began: When it began, as the kernel counts, since numbers are used again.
-        since: The same for people.
-        job: SLURM's job.
-        restart: How often SLURM had requeued that job.
+        system: The boot of that machine and the container in which the process ID is valid.
+        pid: Its process ID.
+        began: Its start time as counted by the kernel, since process IDs are reused.
+        since: The start time as text.
+        job: The SLURM job.
+        restart: How often SLURM had requeued the job.
     """
 
     host: str
@@ -53,9 +53,9 @@ class Neighbor:
     """Another run that has claimed a directory.
 
     Args:
-        claim: Who it is.
-        file: Its claim.
-        is_alive: None: it ran on another machine, and cannot be seen from here.
+        claim: The other process.
+        file: Its claim file.
+        is_alive: Whether it still runs. None: it ran on another machine, so it is unknown.
     """
 
     claim: Claim
@@ -64,7 +64,7 @@ class Neighbor:
 
 
 def claim(directory: Path) -> Path:
-    """Leave this process's claim in ``directory``, or renew it, and return its path."""
+    """Write this process's claim into ``directory``, or renew it, and return its path."""
     own = _own()
     path = directory / f"{_PREFIX}{own.host}-{own.pid}{_SUFFIX}"
     path.write_text(json.dumps(asdict(own)))
@@ -75,7 +75,7 @@ def neighbors(directory: Path) -> Iterator[Neighbor]:
     """Yield the other runs that have left a claim in ``directory``."""
     own = _own()
     for file in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
-        with suppress(OSError, TypeError):  # it ends just now, or is damaged
+        with suppress(OSError, TypeError):  # it is just ending, or the file is damaged
             other = Claim(**meta.read_json(file))
             if not all(type(value) is type(getattr(own, name)) for name, value in vars(other).items()):
                 continue

@@ -1,4 +1,4 @@
-"""Making one file, or a few of safetensors, of a checkpoint, in one process and without the model."""
+"""Converts a checkpoint to one file, or a few safetensors files, in one process and without the model."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +23,10 @@ _KEPT = ("last_model_path", "best_model_path", "kth_best_model_path")  # in the 
 
 
 class SavedWeights(Mapping[str, Tensor]):
-    """The weights of a checkpoint under their names, each read when it is asked for.
+    """The weights of a checkpoint by name, each read on access.
 
     Args:
-        path: A whole checkpoint: a folder, or a file of ``torch.save``.
+        path: A complete checkpoint: a folder, or a file of ``torch.save``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class SavedWeights(Mapping[str, Tensor]):
         return len(self._entries)
 
     def like(self, name: str) -> Tensor:
-        """Return a tensor without memory, of the shape and type of a weight; nothing is read."""
+        """Return a tensor without memory that has the shape and dtype of a weight; nothing is read."""
         entry = self._entries[name]
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
@@ -79,13 +79,13 @@ def check_file(path: Path) -> None:
 
 
 def _may_lead_outside(path: str) -> bool:
-    """Return whether Lightning's check that a checkpoint is in its folder would not see that ``path`` is elsewhere."""
-    # It skips the check for each protocol but "file". "local" is another name of it, and "::" may lead to it.
+    """Return whether Lightning's check that a checkpoint is in its folder would miss that ``path`` is elsewhere."""
+    # It skips the check for protocols other than "file". "local" is an alias of it, and "::" may lead to it.
     return ".." in Path(path).parts or "::" in path or path.lower().startswith(("file:", "local:"))
 
 
 def rest_of(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what the checkpoint at ``path`` holds beside weights and optimizer state, as far as it is trusted.
+    """Return everything but weights and optimizer state in the checkpoint at ``path``, as far as it is safe to load.
 
     Returns:
         The rest, and the class of everything that was left out, by its place.
@@ -102,13 +102,13 @@ def rest_of(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], d
     folder.verify(path / APART)
     try:
         apart, left_apart = meta.loaded(path / APART, needless=meta.Everything(), weights_only=weights_only)
-    except ValueError:  # in a form that cannot be read around
+    except ValueError:  # in a form that cannot be read safely
         return rest, {**left, "hyper_parameters": "classes that change how a dict is built"}
     return {**rest, **apart}, {**left, **left_apart}
 
 
 def consolidated(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the checkpoint folder at ``path`` as a single device would have saved it, optimizer states and all.
+    """Return the checkpoint folder at ``path`` as a single device would have saved it, including optimizer states.
 
     Returns:
         The checkpoint, and the class of everything that was left out, by its place.
@@ -143,18 +143,18 @@ def _room(entry: Any) -> Tensor | None:
 def write_safetensors(
     directory: Path, weights: Mapping[str, Tensor], *, sizes: Mapping[str, int], max_shard_bytes: int
 ) -> list[Path]:
-    """Write ``weights`` into ``directory`` as transformers reads them: one file, or several and an index.
+    """Write ``weights`` into ``directory`` in the format of transformers: one file, or several and an index.
 
-    Weights are taken from the mapping one file at a time.
+    Weights are read from the mapping one file at a time.
 
     Args:
-        directory: Exists.
-        weights: By the names to write.
-        sizes: Bytes of each.
-        max_shard_bytes: Of one file; a weight that is larger has a file of its own.
+        directory: An existing directory.
+        weights: The weights, by the names to write.
+        sizes: The bytes of each weight.
+        max_shard_bytes: The maximum size of a file; a larger weight gets its own file.
 
     Returns:
-        The files.
+        The paths of the files.
     """
     safetensors = require("safetensors.torch", requirement="safetensors>=0.4.3", extra="hf", feature="export")
     shards = _shards(sizes, max_shard_bytes)
@@ -163,7 +163,7 @@ def write_safetensors(
     else:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for file, shard in zip(names, shards, strict=True):
-        # Contiguous and apart: safetensors refuses views, and weights that share their memory.
+        # Contiguous copies: safetensors refuses views, and weights that share memory.
         tensors = {name: weights[name].detach().clone(memory_format=torch.contiguous_format) for name in shard}
         safetensors.save_file(tensors, directory / file, metadata={"format": "pt"})
     if len(shards) > 1:

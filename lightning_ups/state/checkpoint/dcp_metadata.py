@@ -1,7 +1,7 @@
-"""Read what a checkpoint folder says about its tensors, without unpickling: nothing in it is imported or called.
+"""Reads the metadata of a checkpoint folder without unpickling: nothing in it is imported or called.
 
-Our folders say it in JSON, in the file `TENSORS`. Older and foreign ones have DCP's `.metadata` alone, a pickle:
-`_parsed` runs the opcodes that describe data and turns every class, call and object into an inert `_Record`.
+Folders of this package store it as JSON, in the file `TENSORS`. Older and foreign ones only have DCP's `.metadata`, a
+pickle: `_parsed` runs the opcodes that describe data and turns every class, call and object into an inert `_Record`.
 `read_metadata` builds DCP's dataclasses from values of the expected types.
 """
 
@@ -43,7 +43,7 @@ _NAMES = {
     *(f"{_FILES}{name}" for name in ("_StorageInfo", "_StoragePrefix")),
     *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict"),
     *(f"{module}.{name}Path" for module in ("pathlib", "pathlib._local") for name in ("Posix", "Windows")),
-    "builtins.getattr",  # of an enumeration, as Python 3.11.0 to 3.11.3 writes it
+    "builtins.getattr",  # of an enum, as Python 3.11.0 to 3.11.3 pickles it
     *_DTYPES,
 }
 
@@ -52,7 +52,7 @@ def read_metadata(path: Path) -> Metadata:
     """Return what the file at ``path``, `TENSORS` or ``.metadata``, says about tensors and where they are stored.
 
     Raises:
-        ValueError: If the file is damaged, names what DCP does not write, or points outside its folder.
+        ValueError: If the file is damaged, names anything that DCP does not write, or points outside of its folder.
         OSError: If it cannot be read.
     """
     meta.check_is_file(path)
@@ -70,7 +70,7 @@ def read_metadata(path: Path) -> Metadata:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Pause Python's garbage collector: it would look at a million new objects again and again, and free none."""
+    """Pause Python's garbage collector: it would scan a million new objects repeatedly, and free none."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -119,7 +119,7 @@ class _RefusedError(ValueError):
 
 
 class _Record:
-    """A class that the file names, or an object that it describes by a class, arguments and a state."""
+    """A class that the file names, or an object described by a class, arguments and a state."""
 
     __slots__ = ("args", "name", "state")
 
@@ -150,7 +150,7 @@ def _parsed(data: bytes, path: Path) -> Any:
         start, at = at, data.index(b"\n", at) + 1
         return data[start : at - 1].decode()
 
-    # A large run has millions of opcodes: the most frequent ones come first, and call no function of Python.
+    # A large run has millions of opcodes: the most frequent ones come first, without Python function calls.
     while True:
         opcode = data[at]
         at += 1
@@ -240,7 +240,7 @@ def _named(module: Any, attribute: Any, path: Path) -> _Record:
 
 def _put(target: Any, pairs: list[Any]) -> None:
     keys = pairs[::2]
-    # Hashing a tuple that is nested deeply enough would crash the process.
+    # Hashing a deeply nested tuple would crash the process.
     if type(target) is not dict or not {*map(type, keys)} <= {str, _Record}:
         raise UnpicklingError("a mapping has a key that is no text")
     target.update(zip(keys, pairs[1::2], strict=True))
@@ -312,7 +312,7 @@ def _place(file: Any, offset: Any, length: Any, *, transforms: Sequence[str] = (
 
 
 def _check_files(places: Iterable[Any], path: Path) -> None:
-    """Raise ValueError if a place is not in a file of the folder: its size bounds those of the tensors."""
+    """Raise ValueError if a file is outside of the folder, missing, or smaller than the tensors in it."""
     ends: dict[str, int] = {}
     for place in places:
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -323,14 +323,14 @@ def _check_files(places: Iterable[Any], path: Path) -> None:
                 " Take a checkpoint from a source that you trust; this one was changed."
             )
         file = path.parent / name
-        if not os.path.isfile(file):  # unlike that of Path, it takes a name that no system has
+        if not os.path.isfile(file):  # unlike Path.is_file, it accepts names that are invalid on any system
             raise ValueError(f"it names {name[:80]!r}, which is not there")
         if file.stat().st_size < end:
             raise _RefusedError(meta.damage(file, EOFError("its end is missing")))
 
 
 def _check_parts(found: Metadata) -> None:
-    """Raise ValueError if a part of an entry is stored nowhere, or in fewer bytes than it has."""
+    """Raise ValueError if a part of an entry is not stored, or in fewer bytes than it has."""
     for name, entry in found.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             indices = [(MetadataIndex(name), 0)]

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the models in it, so that it can be exported without the code that built them."""
+"""Describes the models in a checkpoint, so that it can be exported without the code that built them."""
 
 import json
 from dataclasses import asdict, is_dataclass
@@ -17,10 +17,10 @@ MODELS = "lightning_ups.models"  # the key in a checkpoint
 def described(module: nn.Module) -> dict[str, dict[str, str]]:
     """Return, by name, each outermost submodule that has a ``config``: its class, and the config as JSON.
 
-    A config counts if it writes itself as JSON, as those of transformers do, or is a dataclass of plain values.
+    A config counts if it can write itself as JSON, as those of transformers, or is a dataclass of plain values.
     A model with adapters of PEFT is described as the one they were added to, with the configs of all adapters.
     """
-    with kv_cache_as_before(module):  # what a run changes for itself reaches no file
+    with kv_cache_as_before(module):  # temporary changes by a run are not saved
         return _described(module)
 
 
@@ -30,7 +30,7 @@ def _described(module: nn.Module) -> dict[str, dict[str, str]]:
         if any(name.startswith(outer + ".") if outer else name for outer in found):
             continue
         if (config := _as_json(getattr(submodule, "config", None))) is not None and name:
-            # As it was written: FSDP2 gives each module that it shards a class of its own.
+            # The original name: FSDP2 gives sharded modules another class.
             model = getattr(submodule, "get_base_model", lambda plain=submodule: plain)()
             kind = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
             found[name] = {"class": f"{kind.__module__}.{kind.__qualname__}", "config": config}

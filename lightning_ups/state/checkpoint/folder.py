@@ -1,17 +1,17 @@
-"""A checkpoint as a folder: when it is whole, which is the newest, how one takes the place of another.
+"""A checkpoint as a folder: when it is complete, which is the newest, and how one replaces another.
 
 Note [What a kill leaves behind]. A folder is filled in this order: the file ``incomplete``, the data of all ranks, the
-rest of the state, the marker ``complete.json``; then ``incomplete`` goes. So a folder with a marker whose files have
-the sizes that it lists is whole, and one without is not, whenever the process died. A checkpoint whose path is taken is
-written beside it, under the suffix ``.saving``, and takes the place by two renames when it is whole: the old one to
-``.previous``, the new one to the path. Between the two the path is empty and both are whole beside it: `located` finds
-them, and `settle` puts the newer one back before anybody looks for the path. Renames are atomic on every file system
-that nodes share; swapping two folders at once is not offered by NFS, Lustre and FUSE. What is to be deleted is first
-renamed to ``.removing``, so that half a checkpoint never stands under its name.
+rest of the state, the marker ``complete.json``; then ``incomplete`` is deleted. So a folder is complete exactly if it
+has a marker and its files have the sizes listed there, whenever the process was killed. A checkpoint whose path is
+taken is written next to it, with the suffix ``.saving``. When it is complete, two renames replace the old one: the old
+one moves to ``.previous``, the new one to the path. Between the two, the path is empty and both are complete: `located`
+finds them, and `settle` restores the path before anybody looks for it. Renames are atomic on all shared file systems;
+swapping two folders atomically is not supported by NFS, Lustre and FUSE. A folder to be deleted is first renamed to
+``.removing``, so that a partial checkpoint never has the name of a checkpoint.
 
-Note [What a power loss leaves behind]. A file system may bring renames and deletions to the disk in another order than
-they were made. So whatever makes a checkpoint whole or gives it its name is forced to the disk, the entry in the
-directory included, before the one that it replaces is deleted.
+Note [What a power loss leaves behind]. A file system may write renames and deletions to the disk in another order than
+they were made. Everything that completes or renames a checkpoint, including directory entries, is therefore synced to
+the disk before the checkpoint that it replaces is deleted.
 """
 
 import json
@@ -76,27 +76,27 @@ __all__ = [
 
 FORMAT = 1
 MARKER = "complete.json"
-META = "meta.pt"  # as Lightning's ModelParallelStrategy names it
+META = "meta.pt"  # same name as in Lightning's ModelParallelStrategy
 _STARTED = "incomplete"
 _SAVING, _PREVIOUS, _REMOVING = ".saving", ".previous", ".removing"
-_WRITING = ".writing"  # one file, which becomes whole before it is renamed
+_WRITING = ".writing"  # suffix of a single file until it is complete and renamed
 _SUFFIXES = (_SAVING, _PREVIOUS, _REMOVING, _WRITING)
-_NAME_IN_ZIP = 30  # where the name of the first entry begins
+_NAME_IN_ZIP = 30  # offset of the name of the first entry
 _TENSORS = ".distcp"
 _DEEPEST = 4  # from trainer.default_root_dir: lightning_logs/version_0/checkpoints/last.ckpt
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that is being written: into ``folder``, to stand at ``path``."""
+    """A checkpoint that is being written into ``folder``; its final path is ``path``."""
 
     path: Path
     folder: Path
 
 
 def unwritable(path: Path) -> str | None:
-    """Return why no folder can be created at ``path`` or written to, or None if nothing is known against it."""
-    # Not `Path.exists`, which raises in a folder that is closed to this user, and knows of no link to nothing.
+    """Return why no folder can be created at ``path`` or written to, or None if no reason is known."""
+    # Not `Path.exists`, which raises for folders without permission, and misses broken links.
     there = next(place for place in (path, *path.parents) if os.path.lexists(place))
     if not os.path.isdir(there):
         return f"{there} is no folder"
@@ -104,17 +104,17 @@ def unwritable(path: Path) -> str | None:
 
 
 def begin(path: Path) -> Draft:
-    """Make room for a checkpoint at ``path``, without touching a whole one that stands there.
+    """Prepare a folder for a checkpoint at ``path``, without touching a complete one at that path.
 
     Raises:
-        FileExistsError: If a folder with other things in it stands there.
+        FileExistsError: If there is a folder with other content.
     """
     make(path.parent)
     _settle(path)
     taken = path.is_symlink() or path.is_file() or is_complete(path) or _may_be_stock(path)
     if not taken and path.exists():
         _check_ours(path)
-        _delete(path)  # left by a run that died
+        _delete(path)  # left by a killed run
     draft = Draft(path, _beside(path, _SAVING) if taken else path)
     draft.folder.mkdir()
     (draft.folder / _STARTED).write_text("This checkpoint is being written, or its writer died.\n")
@@ -122,7 +122,7 @@ def begin(path: Path) -> Draft:
 
 
 def finish(draft: Draft, *, files: Mapping[str, bytes], facts: dict[str, Any]) -> None:
-    """Make ``draft`` whole: write ``files``, then the marker, and put the folder in its place."""
+    """Complete ``draft``: write ``files``, then the marker, and move the folder to its path."""
     for name, content in files.items():
         _write(draft.folder / name, content)
     mark(draft, facts, sums={name: checksum(content) for name, content in files.items()})
@@ -133,8 +133,8 @@ def mark(draft: Draft, facts: dict[str, Any], *, sums: Mapping[str, int]) -> Non
     """Write the marker, with ``facts``, the size of every file, and checksums.
 
     Args:
-        draft: Is whole but for the marker.
-        facts: About the run.
+        draft: A draft that only lacks the marker.
+        facts: Facts about the run.
         sums: Checksums of files. Files of tensors have theirs in the file ``checksums.json``.
     """
     files = {entry.name: entry.stat().st_size for entry in draft.folder.iterdir() if entry.name != _STARTED}
@@ -149,7 +149,7 @@ def mark(draft: Draft, facts: dict[str, Any], *, sums: Mapping[str, int]) -> Non
 
 
 def take_place(draft: Draft) -> None:
-    """Move a whole draft to its path; what stood there goes only afterwards."""
+    """Move a complete draft to its path; only then delete the checkpoint that it replaces."""
     if draft.folder == draft.path:
         _sync(draft.path.parent)
         return
@@ -160,7 +160,7 @@ def take_place(draft: Draft) -> None:
         draft.path.rename(previous)
     try:
         draft.folder.rename(draft.path)
-    except FileNotFoundError:  # another process has looked for the path just now, see `settle`
+    except FileNotFoundError:  # another process has just called `settle`
         if not is_complete(draft.path):
             raise
     _sync(draft.path.parent)
@@ -169,10 +169,10 @@ def take_place(draft: Draft) -> None:
 
 
 def write_file(path: Path, content: Any) -> None:
-    """Save ``content`` as one file at ``path``, in the place of what stands there, once it is whole.
+    """Save ``content`` as one file at ``path``. It replaces an existing checkpoint once it is complete.
 
     Raises:
-        FileExistsError: If a folder stands there that was never a checkpoint.
+        FileExistsError: If there is a folder that was never a checkpoint.
     """
     make(path.parent)
     is_folder = path.is_dir() and not path.is_symlink()
@@ -189,7 +189,7 @@ def write_file(path: Path, content: Any) -> None:
         if interruption(error) is not None:
             raise
         raise system_error(error) from error
-    if is_folder:  # which no file can replace at once
+    if is_folder:  # a file cannot atomically replace a folder
         writing = writing.rename(_beside(path, _SAVING))
         _sync(path.parent)
         _delete(path)
@@ -198,7 +198,7 @@ def write_file(path: Path, content: Any) -> None:
 
 
 def system_error(error: BaseException) -> BaseException:
-    """Return the system's error behind ``error``, such as a full disk: torch's writer raises another one after it."""
+    """Return the operating system's error behind ``error``, such as a full disk: torch's writer raises another one."""
     behind: BaseException | None = error
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__cause__ or behind.__context__
@@ -206,9 +206,9 @@ def system_error(error: BaseException) -> BaseException:
 
 
 def interruption(error: BaseException | None, *, alone: bool = False) -> BaseException | None:
-    """Return what interrupted this process, such as Ctrl-C, if ``error`` came of that; DCP hides it in its own.
+    """Return what interrupted this process, such as Ctrl-C, if it caused ``error``; DCP wraps it in its own error.
 
-    A process that read or wrote ``alone``, without the others of its group, is rank 0 to DCP.
+    A process that read or wrote ``alone``, without the other ranks, is rank 0 for DCP.
     """
     if isinstance(error, CheckpointException):
         rank = dist.get_rank() if dist.is_initialized() and not alone else 0
@@ -217,15 +217,15 @@ def interruption(error: BaseException | None, *, alone: bool = False) -> BaseExc
 
 
 def discard(draft: Draft) -> None:
-    """Delete a draft that will not become whole; nothing else is touched."""
+    """Delete a draft that will not be completed; nothing else is touched."""
     if draft.folder.exists():
         _delete(draft.folder)
 
 
 def remove(path: Path) -> None:
-    """Delete the checkpoint at ``path``: a folder, a file, or a link but not its target. One that is gone is fine.
+    """Delete the checkpoint at ``path``: a folder, a file, or a link but not its target. It may already be gone.
 
-    Anything else stays, with a warning: `ModelCheckpoint` takes the paths that it deletes from a checkpoint.
+    Anything else is kept, with a warning: `ModelCheckpoint` reads the paths that it deletes from a checkpoint.
     """
     if not os.path.lexists(path):
         return
@@ -238,14 +238,15 @@ def remove(path: Path) -> None:
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether ``path`` is a whole checkpoint: a folder of ours, one of ModelParallelStrategy, or a file."""
+    """Return whether ``path`` is a complete checkpoint: a folder of ours or of ModelParallelStrategy, or a file.
+    file."""
     if path.is_file():
-        return path.suffix != _SAVING or meta.is_zip(path)  # one is renamed into place when it is whole
+        return path.suffix != _SAVING or meta.is_zip(path)  # it is renamed when it is complete
     return fault(path) is None
 
 
 def fault(path: Path) -> str | None:
-    """Return why the folder at ``path`` is not a whole checkpoint, or None if it is."""
+    """Return why the folder at ``path`` is not a complete checkpoint, or None if it is."""
     if not path.is_dir() or path.suffix == _REMOVING:
         return "it is no folder" if path.exists() else "it does not exist"
     if not (path / MARKER).exists():
@@ -254,36 +255,36 @@ def fault(path: Path) -> str | None:
         return f"{MARKER} is damaged"
     for entry in path.iterdir():
         if not (entry.is_file() or entry.is_dir()):
-            return f"{entry.name} is no file"  # but a pipe or a device, which would be read forever
+            return f"{entry.name} is no file"  # but a pipe or a device, which could be read forever
     sizes = ((name, _size(path / name), size) for name, size in marker["files"].items())
     return next((f"{name[:80]} has {found} bytes and not {size}" for name, found, size in sizes if found != size), None)
 
 
 def located(path: Path) -> Path | None:
-    """Return where the checkpoint of that ``path`` is whole, or None. A kill may have left it beside its path."""
+    """Return where the complete checkpoint for ``path`` is, or None. After a kill it may be next to the path."""
     if not path.name:
         return path if is_complete(path) else None
     return next(filter(is_complete, (_beside(path, _SAVING), path, _beside(path, _PREVIOUS))), None)  # newest first
 
 
 def settle(directory: Path) -> None:
-    """Give whole checkpoints their paths back that a death between two renames has left beside them.
+    """Restore the paths of complete checkpoints if a process was killed between two renames.
 
-    Nothing is deleted. Several processes may do it at once, and one that may not write there does nothing.
+    Nothing is deleted. Several processes may call it at once; without write permission it does nothing.
     """
     for name in _leftovers(directory):
         path = directory / name
-        with suppress(OSError):  # such as that another process has just renamed it
+        with suppress(OSError):  # for example, another process has just renamed it
             if not os.path.lexists(path) and (found := located(path)) is not None:
                 found.rename(path)
 
 
 def clean(directory: Path, *, unchanged_s: float) -> dict[str, int]:
-    """Delete what was left half written or half deleted in ``directory``, and return the bytes of each by its name.
+    """Delete partially written or deleted checkpoints in ``directory``, and return the bytes of each by name.
 
     Args:
-        directory: Of checkpoints.
-        unchanged_s: For how long what is deleted must not have changed.
+        directory: A directory of checkpoints.
+        unchanged_s: Only what has not changed for this long is deleted.
     """
     settle(directory)
     before = {name: _left(directory / name) for name in _leftovers(directory)}
@@ -292,7 +293,7 @@ def clean(directory: Path, *, unchanged_s: float) -> dict[str, int]:
             before.setdefault(path.name, []).append(path)
     deleted = {}
     for name, left in before.items():
-        with suppress(OSError):  # of another user, say: it does no harm
+        with suppress(OSError):  # for example, of another user: harmless
             nbytes, changed = zip(*map(_nbytes_and_change, left), strict=True)
             if time.time() - max(changed) < unchanged_s:
                 continue
@@ -304,7 +305,7 @@ def clean(directory: Path, *, unchanged_s: float) -> dict[str, int]:
 
 
 def _leftovers(directory: Path) -> set[str]:
-    """Return the names of checkpoints beside whose path something is left that only a death leaves."""
+    """Return the names of checkpoints next to which a killed process has left something."""
     if not directory.is_dir():
         return set()
     left = (path for path in directory.iterdir() if path.suffix in _SUFFIXES)
@@ -325,12 +326,12 @@ def _nbytes_and_change(path: Path) -> tuple[int, float]:
 
 
 def newest(directory: Path) -> Path | None:
-    """Return the whole checkpoint folder in ``directory`` that was saved last, or None."""
+    """Return the complete checkpoint folder in ``directory`` that was saved last, or None."""
     return max(_whole(directory), key=_saved_at, default=None)
 
 
 def newest_within(path: Path) -> Path | None:
-    """Return the whole checkpoint that was saved last of those in the folder ``path``, or in folders of it, or None."""
+    """Return the complete checkpoint that was saved last in the folder ``path`` or its subfolders, or None."""
     below = chain.from_iterable(path.glob("/".join("*" * depth)) for depth in range(1, _DEEPEST + 1))
     return max(filter(_is_open_and_whole, below), key=_saved_at, default=None)
 
@@ -339,11 +340,11 @@ def _is_open_and_whole(path: Path) -> bool:
     try:
         return (path.suffix == ".ckpt" or path.is_dir()) and is_complete(path)
     except PermissionError:
-        return False  # closed to this user
+        return False  # no permission
 
 
 def newer(one: Path | None, other: Path | None) -> Path | None:
-    """Return the one of two whole checkpoints that was saved later."""
+    """Return which of two complete checkpoints was saved later."""
     return max((path for path in (one, other) if path is not None), key=_saved_at, default=None)
 
 
@@ -353,7 +354,7 @@ def _whole(directory: Path) -> Iterator[Path]:
 
 
 def _settle(path: Path) -> None:
-    # A run that died between the marker and the second rename left a whole draft: let it take its place now.
+    # A run killed between the marker and the second rename left a complete draft: it takes its place now.
     saving, previous = _beside(path, _SAVING), _beside(path, _PREVIOUS)
     if saving.exists():
         if located(path) == saving:
@@ -374,7 +375,7 @@ def _settle(path: Path) -> None:
 
 
 def holds_part(path: Path) -> bool:
-    """Return whether the folder at ``path`` has something in it of which checkpoints consist, before their marker."""
+    """Return whether the folder at ``path`` contains parts of a checkpoint without a marker."""
     names = (entry.name for entry in path.iterdir())
     return any(name in (_STARTED, META, ".metadata") or name.endswith(_TENSORS) for name in names)
 
@@ -398,7 +399,7 @@ def _delete(path: Path) -> None:
 
 
 def make(directory: Path) -> None:
-    """Make ``directory`` and those above it, so that a power loss does not take them."""
+    """Create ``directory`` and its parents, synced to the disk."""
     if not directory.is_dir():
         make(directory.parent)
         directory.mkdir(exist_ok=True)
@@ -410,22 +411,22 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def _is_stock(folder: Path) -> bool:
-    """Return whether ModelParallelStrategy wrote ``folder``, which has no marker; one of ours may have lost its own."""
+    """Return whether ModelParallelStrategy wrote ``folder``, without a marker; ours may have lost its marker."""
     if not _may_be_stock(folder):
         return False
-    # Torch calls an archive by the name of the file that it opens, and ours, which it writes into memory, "archive".
-    # That is also what it does where a path is not of ASCII.
+    # Torch names an archive after the file that it opens, and "archive" if it writes to memory, as this package does.
+    # It also uses "archive" for paths that are not ASCII.
     with (folder / META).open("rb") as file:
         return file.read(64).startswith(b"meta/", _NAME_IN_ZIP) or not str(folder.absolute()).isascii()
 
 
 def _may_be_stock(folder: Path) -> bool:
-    """Return whether ``folder`` has what ModelParallelStrategy writes; a tool may have written part of it anew."""
+    """Return whether ``folder`` has the files of ModelParallelStrategy; a tool may have rewritten some of them."""
     return (folder / ".metadata").is_file() and (folder / META).is_file() and not (folder / _STARTED).exists()
 
 
 def _marker(folder: Path) -> dict[str, Any] | None:
-    """Return what the marker says, or None if there is none, or one that no save has written."""
+    """Return the content of the marker, or None if it is missing or invalid."""
     try:
         marker = meta.read_json(folder / MARKER)
     except FileNotFoundError:
@@ -448,7 +449,7 @@ def _sum_of(marker: Mapping[str, Any]) -> int:
 
 
 def check_format(path: Path) -> None:
-    """Raise ValueError if the checkpoint folder at ``path`` has a format that this version does not know."""
+    """Raise ValueError if the checkpoint folder at ``path`` has an unknown format."""
     found = (_marker(path) or {}).get("format", FORMAT)
     if type(found) is not int or found != FORMAT:
         raise ValueError(
@@ -458,7 +459,7 @@ def check_format(path: Path) -> None:
 
 
 def has_checksums(path: Path) -> bool:
-    """Return whether the checkpoint folder at ``path`` can be verified; older ones and foreign ones cannot."""
+    """Return whether the checkpoint folder at ``path`` has checksums; older and foreign ones have none."""
     return "checksums" in (_marker(path) or {})
 
 
@@ -466,7 +467,7 @@ def verify(path: Path) -> None:
     """Verify a file of a checkpoint folder, if the folder has checksums.
 
     Raises:
-        DamagedFileError: If it is not what was written.
+        DamagedFileError: If it differs from what was written.
     """
     sums = (_marker(path.parent) or {}).get("checksums", {})
     if path.name in sums and checksum_of_file(path) != sums[path.name]:
@@ -474,10 +475,10 @@ def verify(path: Path) -> None:
 
 
 def records(path: Path) -> dict[tuple[str, int], Record] | None:
-    """Return the checksums of the tensors in the folder at ``path``, by file and offset, or None if it has none.
+    """Return the checksums of the tensors in the folder at ``path``, by file and offset, or None if there are none.
 
     Raises:
-        DamagedFileError: If their file is damaged.
+        DamagedFileError: If the file of checksums is damaged.
     """
     marker = _marker(path) or {}
     if "checksums" not in marker:
@@ -537,7 +538,7 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size if path.is_file() else None
     except PermissionError:
         raise
-    except (OSError, ValueError):  # a name that no system has; or `settle` of another process has renamed the folder
+    except (OSError, ValueError):  # a name that is invalid on this system; or another process has renamed the folder
         return None
 
 

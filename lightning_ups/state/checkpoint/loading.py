@@ -1,4 +1,4 @@
-"""Reading a checkpoint into a module and its optimizers, whoever wrote it and on however many ranks."""
+"""Reads a checkpoint into a module and its optimizers, from any writer and any number of ranks."""
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -42,10 +42,10 @@ __all__ = [
     "resolve",
 ]
 
-APART = "apart.pt"  # hyperparameters: resuming does not need them, and they may be of any class
+APART = "apart.pt"  # hyperparameters: not needed to resume, and possibly of any class
 EXTRA = "lightning_ups.extra_state"  # of modules, unless it is a tensor: DCP would split a dict into its entries
-SHARDED = "lightning_ups.sharded"  # stands, in the rest of the state, for a DTensor that lies with the tensors
-PLACES = "lightning_ups.places"  # of what was sharded in the rest of a file, in which it is whole
+SHARDED = "lightning_ups.sharded"  # replaces, in the rest of the state, a DTensor that is stored with the tensors
+PLACES = "lightning_ups.places"  # places of gathered DTensors in the rest of a single file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class _Reading:
 
 
 def resolve(path: Path) -> Path:
-    """Return the whole checkpoint that ``path`` means.
+    """Return the complete checkpoint that ``path`` refers to.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -99,19 +99,19 @@ def load(
     """Read the checkpoint at ``path`` into ``module`` and ``optimizers``, in place, and return the rest of it.
 
     Args:
-        path: A folder of ours or of ModelParallelStrategy, a file of a stock strategy, or safetensors.
-        module: Sharded or not; each rank reads its part only.
-        optimizers: Empty outside fit.
+        path: A folder of this package or of ModelParallelStrategy, a file of a stock strategy, or safetensors.
+        module: The module, sharded or not; each rank reads only its part.
+        optimizers: The optimizers; empty outside of fit.
         strict: Whether the module and the checkpoint must have the same names.
         weights_only: See `meta.loaded`.
-        needless: Keys of the rest that may stay behind if their classes are not trusted.
+        needless: Keys of the rest that may be left out if their classes are not trusted.
         group: A process group on the CPU.
 
     Returns:
-        The rest, and what stayed behind of it.
+        The rest, and what was left out of it.
 
     Raises:
-        ValueError: If names, shapes or optimizer groups do not match, or something is not trusted.
+        ValueError: If names, shapes or optimizer groups do not match, or if something is not trusted.
     """
     reading = _Reading(
         path=path,
@@ -139,7 +139,7 @@ def load_optimizers(
     needless: Container[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Read the states of ``optimizers`` from the checkpoint at ``path``, and nothing else; see `load`."""
+    """Read only the states of ``optimizers`` from the checkpoint at ``path``; see `load`."""
     reading = _Reading(
         path=path,
         module=module,
@@ -163,14 +163,14 @@ def load_optimizers(
 def load_weights(
     module: nn.Module, path: str | Path, *, strict: bool = True, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Read the weights at ``path`` into ``module``, in place; each rank reads its part only.
+    """Read the weights at ``path`` into ``module``, in place; each rank reads only its part.
 
     Args:
-        module: Sharded or not, and not on the meta device.
+        module: The module, sharded or not, and not on the meta device.
         path: Safetensors (a file, or a folder with or without an index), a checkpoint folder, or a file of
             ``torch.save`` with a state dict or a Lightning checkpoint.
         strict: Whether the module and the file must have the same names.
-        group: A process group on the CPU; without one, every rank reads by itself.
+        group: A process group on the CPU; without one, every rank reads independently.
 
     Raises:
         ValueError: If names or shapes do not match.
@@ -240,9 +240,9 @@ def _restore_from_file(reading: _Reading, states: Sequence[Any]) -> None:
 
 
 def _sharded_by_shape(reading: _Reading, state: Any) -> dict[str, Any]:
-    """Return the state dict of an optimizer of one device, in a layout of its own, with parts of what is sharded here.
+    """Return the state dict of a single-device optimizer with its own layout, with tensors sharded as here.
 
-    Nothing tells what a tensor belongs to but its shape, which a sharded parameter has, too.
+    Only its shape tells which parameter a tensor belongs to.
     """
     shapes = {p.shape: p for p in reading.module.parameters() if isinstance(p, DTensor)}
     sources: dict[str, Any] = {}
@@ -290,7 +290,8 @@ def _load_module(
     flat = {prefix + name: value for name, value in targets.items()}
     read_into(flat, reader, group=reading.group, weights_only=reading.weights_only)
     read = {name: flat[prefix + name] for name in targets}
-    module.load_state_dict({**read, **others}, strict=False)  # in place already; this is for the module's own hooks
+    # the weights are already in place; this calls the module's own hooks
+    module.load_state_dict({**read, **others}, strict=False)
 
 
 def _check_names(reading: _Reading, here: Set[str], there: Set[str]) -> None:
@@ -360,7 +361,7 @@ def _laid_out(reading: _Reading, tree: dict[str, Any]) -> dict[str, Any]:
 def _room_for(
     value: Any, place: str, sources: dict[str, Any], targets: dict[str, Any], *, like: Tensor, key: str
 ) -> Any:
-    """Return room for ``value``, to be read in place from ``sources`` into ``targets``; no tensor: itself."""
+    """Return a buffer for ``value``, to be read from ``sources`` into ``targets``; if it is no tensor, ``value``."""
     if is_sequence(value):
         items = enumerate(value)
         return type(value)(_room_for(v, f"{place}.{i}", sources, targets, like=like, key=key) for i, v in items)
@@ -389,12 +390,13 @@ def _lowered(reading: _Reading, rest: dict[str, Any], reader: StorageReader, met
 
 
 def _divided(reading: _Reading, rest: dict[str, Any], places: Iterable[str] | None) -> dict[str, Any]:
-    """Divide what a file has whole, such as averaged weights, as the parameter of its name is divided.
+    """Shard tensors that a file has unsharded, such as averaged weights, like the parameter of their name.
 
     Args:
-        reading: What is read, into which module.
-        rest: Of the file.
-        places: What was sharded when it was saved. None: nobody said so, and a parameter's name and shape tell it.
+        reading: The current read.
+        rest: The rest of the file.
+        places: Which tensors were sharded when the file was saved. None: unknown; decided by a parameter's name and
+            shape.
     """
     parameters = {
         name: p for name, p in reading.module.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)
@@ -419,14 +421,14 @@ def _room(
     size: torch.Size,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return room for what was sharded, laid out like the parameter of its name, or else like those of its size."""
+    """Return a buffer for a sharded tensor, placed like the parameter of its name, or else like those of its size."""
     like = _namesake(named, place, size)
     like = _shard_of_size(parameters.values(), size) if like is None else like
     return torch.empty(size, dtype=dtype) if like is None else torch.empty_like(like, dtype=dtype, requires_grad=False)
 
 
 def _by_names(parameters: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Return ``parameters`` by their names, and by those of two parts or more that they have within submodules."""
+    """Return ``parameters`` by full names and by name suffixes with two or more parts."""
     named = {name: [p] for name, p in parameters.items()}
     for name, p in parameters.items():
         parts = name.split(".")
@@ -436,21 +438,21 @@ def _by_names(parameters: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
 
 
 def _namesake(named: Mapping[str, Sequence[Tensor]], place: str, size: torch.Size) -> Tensor | None:
-    """Return the parameter that ``place``, somewhere in a checkpoint, ends with a name of, if it has that size."""
+    """Return the parameter whose name is a suffix of ``place``, a place in a checkpoint, if it has this size."""
     _, *parts = place.split(".")
     names = (".".join(parts[start:]) for start in range(len(parts)))  # the longest first
     return next((p for name in names for p in named.get(name, ()) if p.shape == size), None)
 
 
 def _shard_of_size(parameters: Iterable[Tensor], size: torch.Size) -> Tensor | None:
-    """Return a sharded parameter of that size, if all of them are divided alike."""
+    """Return a sharded parameter of that size, if all of them have the same placements."""
     shards = [p for p in parameters if isinstance(p, DTensor) and p.shape == size]
     layouts = {(p.device_mesh, p.placements) for p in shards}
     return shards[0] if len(layouts) == 1 else None
 
 
 def put_back(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return ``value`` with what `lifted` took from it, found in ``tensors`` under its name in a folder."""
+    """Return ``value`` with the tensors that `lifted` took from it, found in ``tensors`` by name."""
     if isinstance(value, dict):
         if set(value) == {SHARDED}:
             return tensors[f"{SHARDED}.{value[SHARDED]}"]
@@ -463,18 +465,18 @@ def put_back(value: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def lifted(rest: dict[str, Any], *, also: Iterable[Tensor] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part the DTensors from ``rest``, such as averaged weights that a callback keeps; `load` puts them back.
+    """Separate the DTensors from ``rest``, such as averaged weights of a callback; `load` restores them.
 
     Args:
-        rest: A tree.
-        also: Tensors of it that are parted as well.
+        rest: A nested dict.
+        also: Tensors in it that are separated, too.
     """
     others = {*map(id, also)}
     return _without(rest, lambda _, value: isinstance(value, DTensor) or id(value) in others)
 
 
 def _without(rest: dict[str, Any], taken: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part from ``rest`` what is ``taken``, told by its place and itself, and return both; by place what was taken."""
+    """Separate values for which ``taken(place, value)`` holds; return the rest, and the separated values by place."""
     found: dict[str, Any] = {}
     return _take(rest, "", taken, found), found
 
@@ -493,7 +495,7 @@ def _take(value: Any, place: str, taken: Callable[[str, Any], bool], found: dict
 
 
 def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """Return a tree of ``flat``, whose keys are paths; numbers in a path are places in a list."""
+    """Return ``flat``, whose keys are paths, as a nested dict; numbers in a path are list indices."""
     tree: dict[Any, Any] = {}
     for path, value in flat.items():
         node = tree
@@ -519,7 +521,7 @@ def _is_safetensors(path: Path) -> bool:
 
 def _can_map(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"  # files of torch before 1.6 are no zip archives
+        return file.read(4) == b"PK\x03\x04"  # files of torch before 1.6 are not zip archives
 
 
 def _no_optimizer(path: Path) -> str:

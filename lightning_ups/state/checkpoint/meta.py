@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors, read without running code that it names."""
+"""Reads what a checkpoint holds besides tensors, without running code that it names."""
 
 import io
 import json
@@ -30,14 +30,14 @@ _LARGEST_JSON = 2**28  # bytes
 
 
 class Everything:
-    """Contains every key: whatever is not trusted may stay behind."""
+    """Contains every key: anything that is not trusted may be left out."""
 
     def __contains__(self, key: object) -> bool:
         return True
 
 
 def dumped(state: Any) -> bytes:
-    """Return ``state`` as ``torch.save`` writes it. Later changes to the state do not reach the bytes."""
+    """Return ``state`` as bytes of ``torch.save``. Later changes of the state do not affect them."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
@@ -46,21 +46,21 @@ def dumped(state: Any) -> bytes:
 def loaded(
     path: Path, *, weights_only: bool = True, needless: Container[str] = (), mmap: bool = False
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read the dict that was saved at ``path``.
+    """Read the dict saved at ``path``.
 
     Args:
         path: A file that ``torch.save`` wrote.
-        weights_only: Build tensors, containers, numbers, strings, and classes that ``torch.serialization`` trusts by
-            its settings; of anything else, only the name. False: build everything, and run code that it names.
-        needless: Top-level keys that may stay behind when they hold something else.
+        weights_only: Only build tensors, containers, numbers, strings, and classes trusted by ``torch.serialization``.
+            False: build everything, and run code that the file names.
+        needless: Top-level keys that may be left out if they hold other classes.
         mmap: Map the tensors instead of reading them.
 
     Returns:
-        The dict, and the class of everything that stayed behind, by its place.
+        The dict, and the class of everything that was left out, by its place.
 
     Raises:
-        ValueError: If it is no such file or a damaged one, holds no dict, or something else lies outside ``needless``.
-        OSError: If this user cannot read it.
+        ValueError: If the file is not valid, holds no dict, or holds untrusted objects outside of ``needless``.
+        OSError: If the user has no permission to read it.
     """
     check_is_file(path)
     if not weights_only:
@@ -68,7 +68,7 @@ def loaded(
             state = torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
         except (UnpicklingError, UnicodeDecodeError, EOFError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
-                raise  # of the classes in it, or of memory
+                raise  # about classes, or memory
             raise ValueError(damage(path, error)) from error
         return _dict_in(path, state), {}
     if not is_zip(path):
@@ -93,7 +93,7 @@ def loaded(
 
 
 def weights(path: Path, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the weights in what was ``saved`` at ``path``: a state dict, alone or among the rest of a checkpoint.
+    """Return the weights in ``saved``, the content of ``path``: a state dict, alone or within a checkpoint.
 
     Raises:
         ValueError: If there are none.
@@ -124,7 +124,7 @@ def check_saved(path: Path, saved: Mapping[str, Any], *, keys: Sequence[str] = (
 
 def read_json(path: Path) -> Any:
     """Return the JSON in the file at ``path``, or None if it holds none, or is absurdly large or nested."""
-    if not path.is_file() or path.stat().st_size > _LARGEST_JSON:  # a pipe would never end
+    if not path.is_file() or path.stat().st_size > _LARGEST_JSON:  # reading a pipe would never end
         return None
     try:
         return json.loads(path.read_bytes())
@@ -133,12 +133,12 @@ def read_json(path: Path) -> Any:
 
 
 def is_name_in_folder(name: str) -> bool:
-    """Return whether ``name``, from a file of a folder, may be that of another file there, and leads nowhere else."""
+    """Return whether ``name``, read from a folder's file, can only refer to another file in that folder."""
     return name not in ("", "..") and "\0" not in name and Path(name).name == name
 
 
 def damage(path: Path, error: Exception) -> str:
-    """Return what to say of a file at ``path`` of which reading ends in ``error``."""
+    """Return the error text for a file at ``path`` that cannot be read because of ``error``."""
     said = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")[:200]
     said = (
         said
@@ -152,14 +152,14 @@ def damage(path: Path, error: Exception) -> str:
 
 
 def check_is_file(path: Path) -> None:
-    """Raise ValueError if there is something else at ``path``, such as a folder, or a pipe that would never end."""
+    """Raise ValueError if ``path`` is not a file: it may be a folder, or a pipe, which would never end."""
     if path.exists() and not path.is_file():
         raise ValueError(damage(path, OSError("it is no file")))
 
 
 @contextmanager
 def damage_told(path: Path) -> Iterator[None]:
-    """Raise one error that names ``path`` for what comes of values in it that have another type than expected."""
+    """Raise one error that names ``path`` if its values have unexpected types."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, json.JSONDecodeError) as error:
@@ -176,10 +176,10 @@ def _refusing(path: Path, *, untrusted: Sequence[str] = ()) -> Iterator[None]:
         yield
     except OSError:
         raise
-    except Exception as error:  # any: a damaged pickle calls what is trusted with anything
+    except Exception as error:  # any error: a damaged pickle calls trusted functions with arbitrary arguments
         if _is_of_memory(error):
             raise RuntimeError(_shortage(path, error)) from error
-        if untrusted and isinstance(error, UnpicklingError):  # classes that cannot be read around
+        if untrusted and isinstance(error, UnpicklingError):  # classes that cannot be skipped
             raise ValueError(_refusal(path, {name: name for name in untrusted})) from error
         raise ValueError(damage(path, error)) from error
 
@@ -194,13 +194,13 @@ def _shortage(path: Path, error: Exception) -> str:
 
 
 def is_zip(path: Path) -> bool:
-    """Return whether the file at ``path`` is an archive, as ``torch.save`` writes it.
+    """Return whether the file at ``path`` is a zip archive, as written by ``torch.save``.
 
     Raises:
-        PermissionError: If this user cannot read it.
+        PermissionError: If the user has no permission to read it.
     """
     try:
-        path.open("rb").close()  # `is_zipfile` takes a file that is closed to this user for one of another kind
+        path.open("rb").close()  # without permission, `is_zipfile` returns False
     except PermissionError as error:
         raise PermissionError(
             f"{path} cannot be read: {error.strerror}. It belongs to another user, or its mode does not allow it."
@@ -227,7 +227,7 @@ def _keys(saved: Mapping[str, Any]) -> str:
 
 
 class _Untrusted:
-    """A placeholder for an object whose class is not trusted; nothing of the class is imported or run."""
+    """A placeholder for an object of an untrusted class; nothing of the class is imported or run."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""Writing checkpoints by DCP, at once or in the background, one at a time."""
+"""Writes checkpoints with DCP, synchronously or in the background, one at a time."""
 
 import errno
 import threading
@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class SaveTimes:
-    """What one save took, on this rank.
+    """The durations of one save, on this rank.
 
     Args:
-        path: Of the checkpoint.
-        blocked_s: For how long training stood still: waiting for the save before, and copying to the host; a
-            synchronous save blocks until it is whole.
-        staging_s: Of that, copying to the host.
-        total_s: From the call until the checkpoint was whole; None until then.
+        path: The path of the checkpoint.
+        blocked_s: How long training was blocked: by the previous save, and by copying to the host; a synchronous save
+            blocks until it is complete.
+        staging_s: The part of it spent on copying to the host.
+        total_s: From the call until the checkpoint was complete; None before.
     """
 
     path: Path
@@ -51,24 +51,24 @@ class SaveTimes:
 class _InFlight:
     draft: folder.Draft
     thread: threading.Thread | None = None
-    ended: threading.Event = field(default_factory=threading.Event)  # the thread
+    ended: threading.Event = field(default_factory=threading.Event)  # set when the thread has ended
     error: BaseException | None = None
     whole: bool | None = None  # None while it is being written
-    to_remove: list[Path] = field(default_factory=list)  # once it is whole
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of the last two
+    to_remove: list[Path] = field(default_factory=list)  # once it is complete
+    lock: threading.Lock = field(default_factory=threading.Lock)  # for the last two
 
 
 class Saver:
-    """Saves the state of all ranks as a folder, and deletes older ones only when the new one is whole.
+    """Saves the state of all ranks as a folder, and deletes older ones only when the new one is complete.
 
-    The state is copied to the host first. A synchronous save then writes; an asynchronous one writes in a thread, with
-    a process group of its own, and at most one is under way. Every method is called by all ranks, in the same order.
+    The state is first copied to the host. Then a synchronous save writes it; an asynchronous one writes in a thread,
+    with a separate process group, and at most one is in progress. All ranks call every method, in the same order.
 
     Args:
         asynchronous: Write in the background.
         timeout: How long ranks wait for one another.
-        threads: How many files each rank writes at once; None takes the rank's share of the cores, 8 at most.
-        observe: Called with the phase of a save as it begins, from the thread that saves.
+        threads: The number of files that each rank writes at once; None: its share of the cores, at most 8.
+        observe: Called from the saving thread when a phase of a save begins.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Saver:
         self._asynchronous, self._timeout, self._lanes = asynchronous, timeout, Lanes(threads)
         self._copies = HostCopies()
         self._in_flight: _InFlight | None = None
-        self._whole: Path | None = None  # the last checkpoint that this saver made whole
+        self._whole: Path | None = None  # the last checkpoint that this saver has completed
         self._group: dist.ProcessGroup | None = None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of checkpoints, or None without distribution: on the CPU, apart from training's."""
+        """The process group of checkpoints, on the CPU and separate from training's; None without distribution."""
         if self._group is None and dist.is_initialized():
             group = dist.new_group(backend="gloo", timeout=self._timeout)
             assert isinstance(group, dist.ProcessGroup)
@@ -104,11 +104,11 @@ class Saver:
         path: Path,
         facts: dict[str, Any] | None = None,
     ) -> None:
-        """Save ``state``, trees of tensors, and rank 0's ``files``, at ``path``, with ``facts`` in the marker.
+        """Save ``state``, nested tensors, and rank 0's ``files`` at ``path``, with ``facts`` in the marker.
 
         Raises:
-            RuntimeError: If this save failed, or, when it is asynchronous, the one before.
-            KeyboardInterrupt: If this process was interrupted; then nothing is left of this save, or it is whole.
+            RuntimeError: If this save failed or, when asynchronous, the previous one.
+            KeyboardInterrupt: If this process was interrupted; the save is then either discarded or complete.
         """
         started = time.monotonic()
         self.wait()
@@ -119,7 +119,7 @@ class Saver:
         self._in_flight = in_flight = _InFlight(draft)
         self._observe("staging", path)
         staging = time.monotonic()
-        # A synchronous save needs no copy: nothing changes meanwhile, and DCP streams from the device.
+        # A synchronous save needs no copy: nothing changes during it, and DCP streams from the device.
         staged = self._copies.copy(state) if self._asynchronous else plain(state)
         staging_s = time.monotonic() - staging
 
@@ -132,7 +132,7 @@ class Saver:
             self.last = replace(self.last, total_s=elapsed, **({} if self._asynchronous else {"blocked_s": elapsed}))
 
         if self._asynchronous:
-            # A daemon: a process that dies must not wait for ranks that are dead. `close` waits for it.
+            # A daemon: a process that ends must not wait for dead ranks. `close` waits for it.
             in_flight.thread = threading.Thread(
                 target=_run, args=(write, in_flight, on_this_gpu()), name="checkpoint", daemon=True
             )
@@ -140,7 +140,7 @@ class Saver:
             return
         try:
             write()
-        except BaseException:  # interrupted once more, while it was being discarded
+        except BaseException:  # interrupted again while it was being discarded
             self._in_flight = None
             raise
         if (interrupt := folder.interruption(in_flight.error)) is not None:
@@ -150,10 +150,10 @@ class Saver:
         self.wait()
 
     def save_file(self, content: Any, path: Path) -> None:
-        """Save ``content`` of rank 0 at ``path`` as one file, and return when it is whole.
+        """Save ``content`` of rank 0 at ``path`` as one file, and return when it is complete.
 
         Raises:
-            RuntimeError: If that, or the save before, failed.
+            RuntimeError: If this save or the previous one failed.
         """
         started = time.monotonic()
         self.wait()
@@ -165,7 +165,7 @@ class Saver:
         self.last = SaveTimes(path=path, blocked_s=elapsed, staging_s=0.0, total_s=elapsed)
 
     def remove(self, path: Path) -> None:
-        """Delete the checkpoint at ``path``, as soon as the one under way is whole."""
+        """Delete the checkpoint at ``path``, as soon as the save in progress is complete."""
         if _rank() != 0:
             return
         if self._in_flight is not None:
@@ -173,12 +173,12 @@ class Saver:
                 if self._in_flight.whole is None:
                     self._in_flight.to_remove.append(path)
                 if not self._in_flight.whole:
-                    return  # one that failed replaces nothing: the next call of `save` says so
+                    return  # a failed save replaces nothing: the next call of `save` raises
         self._observe("removing", path)
         folder.remove(path)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the save under way has ended, and return whether it has.
+        """Wait until the save in progress has ended, and return whether it has.
 
         Raises:
             RuntimeError: If it failed.
@@ -187,8 +187,8 @@ class Saver:
         if in_flight is None:
             return True
         thread = in_flight.thread
-        # Not by `join`: after one that was interrupted Python takes a thread for dead which is not
-        # (python/cpython#90882), and the next save would be copied to where this one is written from.
+        # Not with `join`: after an interrupted `join` Python may assume that a running thread has ended
+        # (python/cpython#90882), and the next save would overwrite the copies that this one is written from.
         if thread is not None and thread.ident is not None and not in_flight.ended.wait(timeout_s):
             return False
         self._in_flight = None
@@ -197,7 +197,7 @@ class Saver:
         return True
 
     def abandon(self, *, timeout_s: float) -> str | None:
-        """Give the save under way some time to end, since training has failed; return what went wrong with it."""
+        """Give the save in progress some time to end after training has failed; return its error, if any."""
         in_flight = self._in_flight
         try:
             if self.wait(timeout_s) or in_flight is None:
@@ -213,7 +213,7 @@ class Saver:
         )
 
     def close(self) -> None:
-        """Wait for the save under way, and give memory and the process group back.
+        """Wait for the save in progress, and free memory and the process group.
 
         Raises:
             RuntimeError: If that save failed.
@@ -242,7 +242,7 @@ class Saver:
             in_flight.error = error
             in_flight.whole = bool(in_flight.whole)
             if _rank() == 0 and not in_flight.whole:
-                folder.discard(draft)  # a full disk needs the room; whole checkpoints stay
+                folder.discard(draft)  # a full disk needs the space; complete checkpoints stay
 
     def _complete(self, in_flight: _InFlight, files: dict[str, bytes], facts: dict[str, Any]) -> None:
         path = in_flight.draft.path
@@ -257,7 +257,7 @@ class Saver:
             in_flight.to_remove.pop(0)
 
     def _on_first(self, function: Callable[[], T]) -> T:
-        """Call ``function`` on rank 0, and return on every rank what it returned, or raise what it raised."""
+        """Call ``function`` on rank 0, and return its result on every rank, or raise its error."""
         outcome: list[Any] = [None, None]
         if _rank() == 0:
             try:
@@ -295,7 +295,7 @@ class Saver:
         return f"The checkpoint {path} could not be saved: {_cause(error)}. {kept} {cure}{resume}"
 
     def _newest(self, path: Path) -> Path | None:
-        # Beside it, or where another callback of this run keeps its checkpoints.
+        # Next to it, or where another callback of this run keeps its checkpoints.
         beside, own = folder.newest(path.parent), self._whole
         if own is not None and folder.is_complete(own):
             return folder.newer(beside, own)

@@ -1,4 +1,4 @@
-"""A Lightning checkpoint, which is one dict, parted into what DCP saves and the rest; or gathered whole on rank 0."""
+"""Saves a Lightning checkpoint as a folder, in which DCP stores the tensors; or gathered on rank 0, as one file."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,10 +21,10 @@ def save_sharded(saver: Saver, checkpoint: dict[str, Any], path: Path, *, apart:
     """Save ``checkpoint`` as a folder; every rank writes its part of the tensors.
 
     Args:
-        saver: Writes it, now or in the background.
-        checkpoint: With DTensors under ``state_dict`` and, by parameter names, under ``optimizer_states``.
-        path: Of the folder.
-        apart: Keys of what resuming can do without, and whose classes may be anyone's.
+        saver: Writes it, synchronously or in the background.
+        checkpoint: The checkpoint, with DTensors under ``state_dict`` and, by parameter names, ``optimizer_states``.
+        path: The path of the folder.
+        apart: Keys that are not needed to resume, and may have any class.
     """
     rest = dict(checkpoint)
     weights = rest.pop("state_dict")
@@ -46,14 +46,14 @@ def save_sharded(saver: Saver, checkpoint: dict[str, Any], path: Path, *, apart:
 def save_whole(
     saver: Saver, checkpoint: dict[str, Any], path: Path, *, module: nn.Module, were_sharded: Iterable[Tensor] = ()
 ) -> None:
-    """Save ``checkpoint``, whose weights and optimizer states are gathered, as one file that rank 0 writes.
+    """Save ``checkpoint``, with gathered weights and optimizer states, as one file that rank 0 writes.
 
     Args:
         saver: Writes it.
-        checkpoint: What is sharded in the rest of it is gathered, and its places are kept: nothing else tells them.
-        path: Of the file.
-        module: What the weights are of. If it is not sharded, nothing can be said of what would be if it were.
-        were_sharded: Tensors of the checkpoint that were gathered before, wherever they stand in it now.
+        checkpoint: The checkpoint. DTensors in the rest of it are gathered, and their places are stored.
+        path: The path of the file.
+        module: The module of the weights. If it is not sharded, the places of DTensors are unknown.
+        were_sharded: Tensors of the checkpoint that were already gathered, wherever they are in it.
     """
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
     sharded = lifted(rest, also=were_sharded)[1]
@@ -63,9 +63,9 @@ def save_whole(
 
 @torch.no_grad()
 def gathered(tree: Any) -> Any:
-    """Return ``tree`` with every DTensor whole and on the host of rank 0, one after the other; elsewhere with None.
+    """Return ``tree`` with every DTensor gathered to the host of rank 0, one at a time; None on other ranks.
 
-    Every rank takes part.
+    A collective.
     """
     if isinstance(tree, DTensor):
         whole = tree.full_tensor()
@@ -80,7 +80,7 @@ def gathered(tree: Any) -> Any:
 
 
 def numbered(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return optimizer state under names as one device numbers it: what ``Optimizer.load_state_dict`` takes."""
+    """Return named optimizer state with the indices of a single device, for ``Optimizer.load_state_dict``."""
     if FOREIGN in tree:
         return tree[FOREIGN]
     names = [name for group in tree["param_groups"] for name in group["params"]]

@@ -1,4 +1,4 @@
-"""The state of a module and its optimizers as trees of tensors under plain names, and back."""
+"""Converts the state of a module and its optimizers to nested tensors under plain names, and back."""
 
 from collections.abc import Callable, Mapping, Set
 from typing import Any
@@ -25,20 +25,20 @@ __all__ = [
     "restore_numbered",
 ]
 
-FOREIGN = "foreign"  # the state dict of an optimizer whose layout is not torch's
-_LIKE = "like"  # the places of sharded tensors in such a state dict, each with a parameter that is sharded so
-_EMPTY = "empty"  # the places of its empty dicts, which a folder does not keep
+FOREIGN = "foreign"  # the state dict of an optimizer whose layout differs from torch's
+_LIKE = "like"  # the places of sharded tensors in such a state dict, each with a parameter that has the same placements
+_EMPTY = "empty"  # the places of its empty dicts, which a folder does not store
 
-_FORMS = "forms"  # of state entries that are not simply sharded like their parameter
-_TUPLES = "tuples"  # the places of those that hold tensors, which a folder keeps as it keeps lists
-_KEYS = "keys"  # of dicts, each after its place, where some are no strings, as which a folder keeps them
+_FORMS = "forms"  # of state entries that are not sharded like their parameter
+_TUPLES = "tuples"  # the places of tuples that contain tensors, which a folder stores as lists
+_KEYS = "keys"  # the original keys of dicts that have other keys than strings, which a folder stores as strings
 
 
 def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Return the names of the parameters in each group of ``optimizer``.
 
     Raises:
-        ValueError: If a parameter is not the module's.
+        ValueError: If a parameter does not belong to the module.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
@@ -52,10 +52,10 @@ def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def named_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state of ``optimizer`` under the names of the parameters; tensors are its own, not copies.
+    """Return the state of ``optimizer`` by parameter names; tensors are not copied.
 
-    What an optimizer keeps for its local part of a parameter, as a plain tensor, becomes a DTensor here, so that
-    another number of ranks can read it. A state dict in another layout than torch's stays as it is, under `FOREIGN`.
+    If an optimizer stores a plain tensor for its local part of a parameter, it becomes a DTensor here, so that another
+    number of ranks can read it. A state dict with another layout than torch's is stored unchanged, under `FOREIGN`.
     """
     numbered = optimizer.state_dict()
     if has_own_layout(numbered):
@@ -75,9 +75,9 @@ def named_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def has_own_layout(state: Any) -> bool:
-    """Return whether ``state``, of an optimizer, is not laid out as `torch.optim.Optimizer.state_dict` does it.
+    """Return whether ``state``, of an optimizer, has another layout than `torch.optim.Optimizer.state_dict`.
 
-    Optimizers that wrap others often return the state dicts of these, under keys of their own.
+    Optimizers that wrap others often return the state dicts of these, under their own keys.
     """
     if not isinstance(state, Mapping) or state.keys() != {"state", "param_groups"}:
         return True
@@ -102,7 +102,7 @@ def _foreign_state(module: nn.Module, state: Any) -> dict[str, Any]:
 
 
 def map_leaves(value: Any, change: Callable[[Any, tuple[str, ...]], Any], place: tuple[str, ...]) -> Any:
-    """Return ``value`` with ``change(leaf, place)`` for each leaf: what is no mapping, and no sequence with tensors."""
+    """Return ``value`` with ``change(leaf, place)`` for each leaf: anything but mappings and sequences of tensors."""
     if isinstance(value, Mapping) and value:
         return {key: map_leaves(inner, change, (*place, str(key))) for key, inner in value.items()}
     if is_sequence(value) and holds_tensors(value):
@@ -112,19 +112,19 @@ def map_leaves(value: Any, change: Callable[[Any, tuple[str, ...]], Any], place:
 
 
 def _sharded_alike(value: DTensor, parameters: Mapping[str, DTensor]) -> str:
-    """Return the name of a parameter that is laid out as ``value``, or, if none is, of any on the same devices."""
+    """Return the name of a parameter placed like ``value`` or, if there is none, of any on the same devices."""
     here = {name: p for name, p in parameters.items() if p.device_mesh == value.device_mesh}
     equal = (name for name, p in here.items() if p.shape == value.shape and p.placements == value.placements)
     return next(equal, None) or next((name for name, p in here.items() if p.shape != value.shape), next(iter(here)))
 
 
 def places_alike(saved: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
-    """Return, of a state dict under `FOREIGN`, which tensors are sharded, by place, and like which parameter."""
+    """Map the place of each sharded tensor in a state dict under `FOREIGN` to a parameter with its placements."""
     return {tuple(place): name for place, name in saved.get(_LIKE, ())}
 
 
 def _global(value: Any, parameter: Tensor, key: str, forms: dict[str, str]) -> Any:
-    if is_sequence(value):  # such as LBFGS's of earlier directions
+    if is_sequence(value):  # such as LBFGS's earlier directions
         return type(value)(_global(inner, parameter, key, forms) for inner in value)
     if isinstance(value, Tensor) and value.is_sparse:
         return value.to_dense()  # files have no sparse tensors, and an optimizer can continue with a dense one
@@ -165,7 +165,7 @@ def _items(value: Any) -> list[tuple[str | int, Any]]:
 
 
 def as_kept(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return ``tree``, a state as a folder has it, with tuples and keys of dicts where `named_state` found some."""
+    """Return ``tree``, a state read from a folder, with the tuples and dict keys that `named_state` recorded."""
     for *path, last in tree.get(_EMPTY, ()):
         inner: Any = tree
         for key in path:
@@ -195,7 +195,7 @@ def _with(
 
 
 def empty_like_parameter(parameter: Tensor, *, key: str, size: torch.Size, dtype: torch.dtype, form: str) -> Tensor:
-    """Return room for an entry of optimizer state, laid out as the optimizer of ``parameter`` keeps it."""
+    """Return a buffer for an entry of optimizer state, placed as the optimizer keeps it for ``parameter``."""
     if key == "step" or not size:
         return torch.empty(size, dtype=dtype)
     if not isinstance(parameter, DTensor) or form == "plain":
@@ -208,10 +208,10 @@ def empty_like_parameter(parameter: Tensor, *, key: str, size: torch.Size, dtype
 
 
 def check_groups(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> list[list[str]]:
-    """Return the names in each group of ``optimizer``, which must be those of ``saved``.
+    """Return the names in each group of ``optimizer``, which must equal those of ``saved``.
 
     Raises:
-        ValueError: If they are not.
+        ValueError: If they differ.
     """
     groups = parameter_names(module, optimizer)
     saved_groups = [list(group["params"]) for group in saved["param_groups"]]
@@ -221,10 +221,10 @@ def check_groups(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, An
 
 
 def restore(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Give ``optimizer`` a state that `named_state` returned, perhaps elsewhere.
+    """Load a state that `named_state` returned, possibly in another run, into ``optimizer``.
 
     Raises:
-        ValueError: If the groups hold other parameters, or are those of another optimizer.
+        ValueError: If the groups have other parameters, or belong to another optimizer.
     """
     if FOREIGN in saved:
         optimizer.load_state_dict(as_kept(saved)[FOREIGN])
@@ -245,10 +245,10 @@ def restore(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> N
 
 
 def restore_numbered(names: list[list[str]], numbered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``numbered``, the state dict of an optimizer on one device, under ``names``.
+    """Return ``numbered``, the state dict of an optimizer on one device, by ``names``.
 
     Raises:
-        ValueError: If the groups hold other numbers of parameters.
+        ValueError: If the groups have other numbers of parameters.
     """
     saved_groups = [group["params"] for group in numbered["param_groups"]]
     if [len(group) for group in saved_groups] != [len(group) for group in names]:

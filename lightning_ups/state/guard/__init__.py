@@ -1,4 +1,4 @@
-"""Seeing steps that go wrong, and leaving them out, without waiting for the device."""
+"""Detects and skips bad steps without waiting for the device."""
 
 from lightning_ups.state.guard.anomaly import LossWatch, Verdict
 from lightning_ups.state.guard.deferred import Deferred

@@ -1,4 +1,4 @@
-"""Judging a step by its loss and the norm of its gradients, on the device."""
+"""Judges a step by its loss and gradient norm, on the device."""
 
 from dataclasses import dataclass
 from math import isfinite
@@ -11,15 +11,15 @@ __all__ = ["LossWatch", "Verdict"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the device found of a step.
+    """The device's verdict on a step.
 
     Args:
-        nonfinite: The loss or the norm is NaN or infinite, on any rank.
-        spike: One of them is far above those before it.
+        nonfinite: Whether the loss or the norm is NaN or infinite, on any rank.
+        spike: Whether one of them is far above earlier values.
         loss: The loss, averaged over ranks.
-        norm: The norm of the gradients; 0 where it is not watched.
-        loss_limit: From where on a loss was a spike; infinite while there are too few steps to say.
-        norm_limit: The same of the norm.
+        norm: The norm of the gradients; 0 if it is not watched.
+        loss_limit: A larger loss is a spike; infinite while there are too few steps.
+        norm_limit: The same for the norm.
     """
 
     nonfinite: bool
@@ -36,7 +36,7 @@ class Verdict:
         return cls(nonfinite > 0, spike > 0, *rest)
 
     def __str__(self) -> str:
-        """Say what was found, in words."""
+        """Return the verdict in words."""
         parts = []
         for name, value, limit in (
             ("loss", self.loss, self.loss_limit),
@@ -50,40 +50,40 @@ class Verdict:
 
 
 class LossWatch:
-    """Keeps the last losses and norms on the device, and says whether the next ones are far above them.
+    """Keeps recent losses and norms on the device, and judges whether the next ones are far above them.
 
-    A spike is more than ``sigmas`` standard deviations above the mean of the last ``window`` steps. Of a spike the
-    limit is kept, not the value: one does not hide the next, and a loss that stays high becomes usual in time. No value
-    is read by the host.
+    A spike is more than ``sigmas`` standard deviations above the mean of the last ``window`` steps. For a spike the
+    limit is stored instead of the value: one spike does not hide the next, and a loss that stays high becomes normal in
+    time. The host reads no value.
 
     Args:
-        device: Where all this lies.
-        window: How many steps are remembered.
-        sigmas: How many standard deviations make a spike.
-        least: How many steps there must be before anything is called a spike.
+        device: The device of all tensors.
+        window: The number of steps that are remembered.
+        sigmas: The number of standard deviations that make a spike.
+        least: The number of steps before anything counts as a spike.
     """
 
     def __init__(self, device: torch.device, *, window: int = 128, sigmas: float = 6.0, least: int = 32) -> None:
         self._last = torch.zeros(window, 2, device=device)
-        self._seen = torch.zeros((), dtype=torch.long, device=device)  # finite ones, since the beginning
+        self._seen = torch.zeros((), dtype=torch.long, device=device)  # number of finite values so far
         self._rows = torch.arange(window, device=device)
         self._sigmas, self._least = sigmas, least
 
     def judge(self, values: Tensor) -> Tensor:
-        """Return a verdict on ``values`` [loss, norm], as `Verdict.of` reads it, in float64 if any were in it."""
+        """Return a verdict on ``values`` [loss, norm], for `Verdict.of`, in float64 if ``values`` are."""
         dtype = torch.promote_types(values.dtype, self._last.dtype)
         self._last, values = self._last.to(dtype), values.to(dtype)
         window = self._rows.numel()
         there = (self._rows < self._seen).unsqueeze(1)
         count = self._seen.clamp(1, window)
-        mean = self._last.sum(0) / count  # rows that are not there yet are zero
+        mean = self._last.sum(0) / count  # rows without a value are zero
         deviation = (((self._last - mean) * there).square().sum(0) / count).sqrt()
-        # A deviation of zero, as of a constant loss, would make a spike of rounding.
+        # With a standard deviation of zero, as for a constant loss, rounding errors would be spikes.
         limit = mean + self._sigmas * torch.maximum(deviation, 1e-3 * mean.abs())
         limit = torch.where(self._seen >= self._least, limit, torch.inf)
         finite = values.isfinite().all()
         spike = (values > limit).any() & finite
-        row = (self._seen % window).unsqueeze(0)  # as an index of one: an index without dimensions is read by the host
+        row = (self._seen % window).unsqueeze(0)  # a 1-D index: the host would read an index without dimensions
         kept = torch.where(finite, torch.minimum(values, limit), self._last.index_select(0, row).squeeze(0))
         self._last.index_copy_(0, row, kept.unsqueeze(0))
         self._seen += finite

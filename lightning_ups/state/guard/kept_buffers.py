@@ -1,4 +1,4 @@
-"""Undoing, on the device, what a step has written into the buffers of a module, such as running statistics."""
+"""Undoes, on the device, what a step wrote into a module's buffers, such as running statistics."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,29 +12,29 @@ from lightning_ups._compat.torch.versions import NormWithStatistics
 __all__ = ["KeptBuffers"]
 
 _Place = tuple[nn.Module, str]
-_STATISTICS = ("running_mean", "running_var")  # by whatever class: torch's kernels write them without counting it
+_STATISTICS = ("running_mean", "running_var")  # of any class: torch's kernels write them without updating their version
 
 
 class KeptBuffers:
-    """Keeps the buffers that steps write, so that a step whose numbers were bad leaves nothing in them.
+    """Saves buffers that steps write to, so that a bad step leaves nothing in them.
 
-    Which ones steps write is seen at the steps before: those of norms always, and of others what was written once. The
-    first step keeps all. Left as they are: what lazy modules make of their first batch, tensors of other classes and
-    layouts, and what the host holds while the model is on another device, for which it would have to wait.
+    Earlier steps show which buffers are written: those of norms always, others once they were written. The first step
+    saves all. Not restored are buffers of lazy modules before their first batch, other tensor subclasses and layouts,
+    and buffers on the host if the model is on a device, which would require a synchronization.
 
     Args:
-        module: Whose buffers they are.
+        module: The module with the buffers.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._places: list[_Place] = [(inner, name) for inner in module.modules() for name, _ in inner._buffers.items()]
         self._certain = [isinstance(inner, NormWithStatistics) or name in _STATISTICS for inner, name in self._places]
         self._written: list[bool] | None = None
-        self._kept: dict[int, Tensor] = {}  # by the number of their place
+        self._kept: dict[int, Tensor] = {}  # by index
         self._marks: list[tuple[int, int]] = []
 
     def keep(self) -> None:
-        """Keep what lies in them before a step."""
+        """Save the buffers before a step."""
         buffers = self._buffers()
         self._marks = [_mark(buffer) for buffer in buffers]
         self._kept = {}
@@ -44,7 +44,7 @@ class KeptBuffers:
             self._kept.update(zip(numbers, _pieces(_flat(alike), alike), strict=True))
 
     def take_back(self, flag: Tensor) -> None:
-        """Put back what was kept, if ``flag`` is not zero; the host does not read it."""
+        """Restore the buffers if ``flag`` is not zero, without reading it on the host."""
         buffers = self._buffers()
         marks = zip(self._marks, map(_mark, buffers), strict=True)
         known = self._certain if self._written is None else self._written
@@ -63,14 +63,14 @@ class KeptBuffers:
 
 
 def _buffer(module: nn.Module, name: str) -> Tensor | None:
-    buffers = module._buffers  # TorchScript's are no dictionary, and know no `get`
+    buffers = module._buffers  # TorchScript's are no dict, and have no `get`
     if name not in buffers:
         return None
     return buffers[name]
 
 
 def _can_be_kept(buffer: Tensor | None) -> TypeIs[Tensor]:
-    # A tensor of inference has no count of writes, and is not written in a step.
+    # An inference tensor has no version, and is not written in a step.
     if type(buffer) is not Tensor or buffer.is_inference():
         return False
     return buffer.layout is torch.strided and not (buffer.is_nested or buffer.is_quantized)
@@ -85,7 +85,7 @@ def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 def _by_type(buffers: Mapping[int, Tensor]) -> list[tuple[list[int], list[Tensor]]]:
-    """Return the numbers and the tensors of those of one type on one device, for one kernel each."""
+    """Group buffers by dtype and device, for one kernel each; return their indices and tensors."""
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number, buffer in buffers.items():
         groups.setdefault((buffer.dtype, buffer.device), []).append(number)

@@ -1,4 +1,4 @@
-"""Going on within an epoch as if nothing had happened: the same samples, the same random numbers."""
+"""Exact resuming within an epoch: the same samples, and the same random numbers."""
 
 from lightning_ups.state.resume.connection import Connection
 from lightning_ups.state.resume.resumption import RESUME_KEY, OnUnreplayable, Progress, Resumption

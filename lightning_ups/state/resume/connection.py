@@ -1,4 +1,4 @@
-"""Connecting a `Resumption` to the fit loop of a trainer."""
+"""Connects a `Resumption` to the fit loop of a Trainer."""
 
 import warnings
 from typing import Any, cast
@@ -26,10 +26,10 @@ __all__ = ["Connection"]
 
 
 class Connection:
-    """Follows the training data of a trainer, from before its fit loop runs until `close`.
+    """Follows the training data of a Trainer, from before its fit loop runs until `close`.
 
     Args:
-        trainer: A Lightning Trainer, about to fit.
+        trainer: A Lightning Trainer that is about to fit.
         on_unreplayable: See `Resumption`.
     """
 
@@ -41,10 +41,10 @@ class Connection:
         )
         self._undo = follow_loaders(trainer, before=self._follow, epoch=self._resumption.epoch)
         self._positioned = False  # whether a checkpoint with a position was loaded
-        self._silence: Any = None  # the filter of warnings that is added here
+        self._silence: Any = None  # the warnings filter that is added here
 
     def state(self) -> dict[str, Any]:
-        """Return the state of all ranks on the first, and nothing elsewhere. Every rank takes part."""
+        """Return the state of all ranks on rank 0, and nothing elsewhere. A collective."""
         if is_before_validation(self._trainer):
             reason = "Lightning leaves out a validation that follows the step after which it was saved"
             self._resumption.name(reason, cure="Save after another step, or when validation is over.")
@@ -61,35 +61,35 @@ class Connection:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return {"ranks": [own]}
         gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(own, gathered, dst=0)  # in training's group: a save in the background uses its own
+        dist.gather_object(own, gathered, dst=0)  # in training's group: a background save uses its own
         return {"ranks": gathered} if gathered is not None else {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take up what `state` returned on the first rank; every rank has read it."""
+        """Load what `state` returned on rank 0; every rank has read it."""
         process = dist.get_rank() if dist.is_initialized() else 0
         if not self._resumption.is_own(state["ranks"], process=process):
             self._positioned = True
             self._resumption.load(state["ranks"], process=process)
 
     def begin(self) -> None:
-        """Note that training begins.
+        """Record that training begins.
 
         Raises:
-            ValueError: If a run from any checkpoint of this one could not be exact, and that is to be refused.
+            ValueError: If a run resumed from any checkpoint of this run could not be exact, and that must be refused.
         """
-        if self._resumption.refuses:  # a warning waits for a checkpoint
+        if self._resumption.refuses:  # a warning is given when a checkpoint is saved
             self._name_what_lightning_changes()
         if self._resumption.begin():
             begin_epoch_anew(self._trainer)
 
     def begin_epoch(self) -> None:
-        """Put random numbers back, if an epoch begins now."""
+        """Restore the random state, if an epoch begins now."""
         self._resumption.begin_epoch()
 
     def close(self) -> None:
-        """Leave the trainer, its loaders and the filters of warnings as they were."""
+        """Restore the trainer, its loaders and the warnings filters."""
         self._undo()
-        if self._silence in warnings.filters:  # others may have put all filters back before
+        if self._silence in warnings.filters:  # all filters may have been restored before
             cast("list[Any]", warnings.filters).remove(self._silence)
         self._silence = None
         self._resumption.release()
@@ -119,5 +119,5 @@ class Connection:
         # It says that the loaders cannot be resumed, which is no longer true.
         before = [*warnings.filters]
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
-        if warnings.filters[0] not in before:  # the user may have the same one
+        if warnings.filters[0] not in before:  # the user may have added the same one
             self._silence = warnings.filters[0]

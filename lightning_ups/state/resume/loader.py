@@ -1,14 +1,15 @@
-"""Where one loader stands, and how it gets there again.
+"""The position of one loader, and how it is restored.
 
-Note [What is replayed]. A position is the state of all generators when the loader's iterator was made, that when its
-sampler began, and the number of batches that the training loop took; workers and prefetchers have read further. To
-take it up, the iterator is made from the first state and the sampler begins from the second. Its first batches of
-indices are drawn and dropped, so that no unused sample is read, and a checksum over them tells whether they are those
-that were trained on. Batches that this process had read ahead are read again from the state in which they were read.
-Then the generators get the state of the moment of saving. A sampler's own seed is no generator's; see `sampler`.
+Note [What is replayed]. A position consists of the state of all generators when the loader's iterator was created,
+their state when its sampler began, and the number of batches that the training loop has consumed; workers and
+prefetchers have read further. To restore it, the iterator is created from the first state and the sampler begins from
+the second. The first batches of indices are drawn and dropped, so that no consumed sample is read, and a checksum over
+them shows whether they are those that were trained on. Batches that this process had read ahead are read again from the
+state in which they were read. Then the generators get their state at the time of saving. A sampler's own seed is not in
+a generator; see `sampler`.
 
-The iterator is made late, when its first batch is asked for: hooks that come before it in a run that was never
-interrupted come before it here, too.
+The iterator is created late, when its first batch is requested, so that the same hooks run before it as in an
+uninterrupted run.
 """
 
 import zlib
@@ -35,28 +36,28 @@ _SAME_SAMPLER = (
 
 
 class Listener(Protocol):
-    """Owns the state of the generators at the moment of saving, until they are put back."""
+    """Owns the state of the generators at the time of saving, until it is restored."""
 
     @property
     def waiting(self) -> bool:
-        """Whether they are not put back yet."""
+        """Whether it is still to be restored."""
         ...
 
     @property
     def before_epoch(self) -> bool:
-        """Whether they are put back when the next epoch begins, and not by its first batch."""
+        """Whether it is restored when the next epoch begins, and not by its first batch."""
         ...
 
     def put_back(self) -> None:
-        """Put them back, if they are not yet and no epoch is to begin."""
+        """Restore it, unless that was done or an epoch is about to begin."""
         ...
 
     def lend(self, function: Callable[[], Any]) -> Any:
-        """Call ``function`` as if they were, and remember how it left them."""
+        """Call ``function`` with that state, and remember the state afterwards."""
         ...
 
     def name(self, *reasons: str, cure: str = ...) -> None:
-        """Warn of, or refuse, ``reasons`` why this run may differ from the one that was saved."""
+        """Warn or raise because of ``reasons`` why this run may differ from the saved one."""
         ...
 
     def review(self) -> None:
@@ -64,7 +65,7 @@ class Listener(Protocol):
         ...
 
     def make_iterators(self) -> None:
-        """Make the iterators that are still to be made, of all loaders."""
+        """Create the missing iterators of all loaders."""
         ...
 
 
@@ -72,19 +73,19 @@ class Listener(Protocol):
 class _Position:
     number: int  # of batches in this epoch
     given: int = 0  # of batches by this iterator
-    start: dict[str, Any] | None = None  # generators when the iterator was made, and when its sampler began
-    digest: int = 0  # of the indices of the batches given
+    start: dict[str, Any] | None = None  # generators when the iterator was created, and when its sampler began
+    digest: int = 0  # of the indices of these batches
     before_next: dict[str, Any] | None = None  # generators when the next batch was read
-    state: Any = None  # of a loader that has one, then
-    ended: bool = False  # whether this iterator was asked for a further batch, and had none
+    state: Any = None  # state at that time, of a loader that has one
+    ended: bool = False  # whether this iterator was asked for another batch and had none
 
 
 class FollowedLoader:
-    """Follows ``loader``: counts its batches, and takes up a position.
+    """Follows ``loader``: counts its batches, and restores a position.
 
     Args:
-        loader: A DataLoader, something around one that names it ``loader``, or any iterable.
-        listener: Is asked for generators, and told what cannot be replayed.
+        loader: A DataLoader, a wrapper with the attribute ``loader``, or any iterable.
+        listener: Provides generator states, and is notified of what cannot be replayed.
     """
 
     def __init__(self, loader: Any, listener: Listener) -> None:
@@ -93,47 +94,47 @@ class FollowedLoader:
         self._by_index = reads_by_index(self._inner)
         self._followed = Followed(self._inner, self) if isinstance(self._inner, DataLoader) else None
         self.generators = generators_of(self._inner)
-        # Weak, since it names this follower: in a cycle its workers would live until garbage is collected, and then be
-        # waited for.
+        # Weak, since it references this follower: in a cycle its workers would live until garbage is collected, which
+        # would then wait for them.
         self._iterator: ref[_Iterator] | None = None
-        self._pending: dict[str, Any] | None = None  # a position to take up
+        self._pending: dict[str, Any] | None = None  # a position to restore
         self._ended: dict[str, Any] | None = None  # the state at the end of an epoch
-        self._unseed: dict[str, Any] | None = None  # generators as they were before workers were seeded
+        self._unseed: dict[str, Any] | None = None  # generators before workers were seeded
         self._replay: list[dict[str, Any] | None] = []  # generators for batches that had been read ahead
         self._skip, self._expected = 0, None  # batches of indices to drop, and their checksum
-        self._digests: dict[int, int] = {}  # of batches whose indices were drawn, and that were not given yet
+        self._digests: dict[int, int] = {}  # of batches whose indices were drawn, but which were not returned yet
         self._current = _Position(0)
         self._positions: deque[_Position] = deque([self._current], maxlen=_REMEMBERED)
 
     @property
     def stand_in(self) -> Any:
-        """The object that identifies the loader: itself, if it is a DataLoader or names one."""
+        """The object that identifies the loader: itself, or the DataLoader that it wraps."""
         return self._given if self._followed is not None else _stand_in(self._given, self)
 
     @property
     def taking_up(self) -> bool:
-        """Whether a position is still to be taken up."""
+        """Whether a position is still to be restored."""
         return self._pending is not None
 
     @property
     def batch_size(self) -> int:
-        """Samples in a batch, as far as the loader says."""
+        """The number of samples in a batch, as far as the loader knows."""
         return getattr(self._inner, "batch_size", None) or 1
 
     @property
     def order(self) -> dict[str, Any] | None:
-        """What decides the order of samples beside generators, as far as the loader's sampler says."""
+        """The properties of the loader's sampler that determine the order of samples, besides generators."""
         return order_of(self._inner)
 
     def release(self) -> None:
-        """Give the loader back as it was."""
+        """Restore the loader."""
         if self._followed is not None:
             self._followed.release()
 
     # Positions
 
     def begin_epoch(self, number: int) -> None:
-        """Note that the loop will iterate anew, and has taken ``number`` batches of this epoch."""
+        """Record that the loop starts a new iteration, and has consumed ``number`` batches of this epoch."""
         self._current = _Position(number)
         self._positions.clear()
         self._positions.append(self._current)
@@ -144,7 +145,7 @@ class FollowedLoader:
             return self._pending
         at = next((p for p in reversed(self._positions) if p.number == number), None)
         if at is None and self._current.ended and number > self._current.number:
-            at = self._current  # others go on, and this one gives nothing any more
+            at = self._current  # other loaders go on, and this one is exhausted
         if at is None:
             raise RuntimeError(
                 f"{self._name()} has given {self._current.number} batches, and the loop has taken {number}."
@@ -152,7 +153,8 @@ class FollowedLoader:
                 " Read fewer batches ahead."
             )
         later = [p for p in self._positions if at.number <= p.number < self._current.number]
-        ahead = [*later, self._current] if later and self._current.ended else later  # that there was none was read, too
+        # reaching the end was read ahead, too
+        ahead = [*later, self._current] if later and self._current.ended else later
         return {
             "given": at.given,
             "ended": at.ended,
@@ -180,11 +182,11 @@ class FollowedLoader:
         return self._inner.state_dict() if self._stateful else None
 
     def take_up(self, position: dict[str, Any]) -> None:
-        """Begin the next iterator at ``position``."""
+        """Start the next iterator at ``position``."""
         self._pending = position
 
     def divide(self, position: dict[str, Any], *, ranks_before: int, ranks_now: int) -> dict[str, Any] | None:
-        """Return ``position`` for another number of ranks: as many whole batches on as all ranks together took."""
+        """Return ``position`` for another number of ranks: after as many whole batches as all ranks have consumed."""
         if self._stateful:
             self._listener.name(f"the position of {self._name()}, whose state is that of one rank of {ranks_before}")
             return None
@@ -192,31 +194,31 @@ class FollowedLoader:
         return {**position, "given": samples // (self.batch_size * ranks_now), "digest": None, "ahead": []}
 
     def take_up_end(self, end: dict[str, Any]) -> None:
-        """Begin the next epoch after ``end``."""
+        """Start the next epoch after ``end``."""
         self._ended = end
 
     def take_up_order(self, order: dict[str, Any]) -> None:
-        """Give the sampler the seed that it had, and tell if its order is another one all the same."""
+        """Restore the seed of the sampler, and report if its order still differs."""
         put_back_seed(self._inner, order)
         now = self.order
         if now is None or now == order or self._stateful:
             return
         if self._pending is not None:
-            self._pending = {**self._pending, "digest": None}  # it would tell the same, and not why
+            self._pending = {**self._pending, "digest": None}  # it would report the same without the reason
         reason = f"in another order than before the checkpoint, by {as_text(now)} and not by {as_text(order)}"
         self._listener.name(f"{self._name()} gives its samples {reason}", cure=_SAME_SAMPLER)
 
     # Iteration
 
     def iterate(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Return an iterator in the place of the one that ``make`` makes."""
+        """Return an iterator that replaces the one of ``make``."""
         late = self._pending is not None or self._ended is not None or self._listener.waiting
         iterator = _Iterator(self, (lambda: self._late(make)) if late else self._begun(make))
         self._iterator = ref(iterator)
         return iterator
 
     def make_iterator(self) -> None:
-        """Make the iterator, if it is still to be made."""
+        """Create the iterator, if it is still missing."""
         if self._iterator is not None and (iterator := self._iterator()) is not None:
             iterator.make()
 
@@ -236,24 +238,24 @@ class FollowedLoader:
         ended, self._ended = self._ended, None
         if ended is not None and ended["state"] is not None:
             self._inner.load_state_dict(ended["state"])
-            if ended.get("ended"):  # nothing is read before its time: other loaders draw random numbers meanwhile
+            if ended.get("ended"):  # nothing is read early: other loaders draw random numbers first
                 return _again_if_empty(self._begun(make), make)
             found, iterator = host_state(self.generators), make()
             try:
                 first = next(iterator)
-            except StopIteration:  # the epoch that had ended; the loop only knew by its length
+            except StopIteration:  # the epoch had ended, which the loop knew by its length only
                 restore_host_state(found, self.generators)
             else:
                 return chain([first], iterator)
         if ended is not None and ended["workers"]:
-            self._unseed = host_state(self.generators)  # workers that live on are not seeded again
+            self._unseed = host_state(self.generators)  # persistent workers are not seeded again
         return self._begun(make)
 
     def _taken_up(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         assert self._pending is not None
         position, self._pending = self._pending, None
         self._replay = list(position["ahead"])
-        self._current.ended = position.get("ended", False)  # which older checkpoints do not have
+        self._current.ended = position.get("ended", False)  # older checkpoints do not have it
         if self._current.ended and self._stateful:
             self._current.given = position["given"]
             self._ended = {"state": position["state"], "ended": True, "workers": False}
@@ -274,15 +276,15 @@ class FollowedLoader:
         if not self._by_index:
             for _ in range(self._skip):
                 next(iterator)
-        if self._current.ended:  # made all the same, for workers that live on, and read to the end of its sampler
+        if self._current.ended:  # created anyway, for persistent workers, and its sampler is exhausted
             if next(iterator, None) is not None:
                 self._check(None)
             iterator = iter(())
-        restore_host_state(found, self.generators)  # another loader's first batch may have put them back
+        restore_host_state(found, self.generators)  # another loader's first batch may have restored them
         return iterator
 
     def indices(self, sampler: Any) -> Iterator[Any]:
-        """Iterate over ``sampler`` in the place of the loader, and drop what was trained on already."""
+        """Iterate over ``sampler`` in place of the loader, and drop what was already trained on."""
         start, skip, self._skip = self._current.start, self._skip, 0
         assert start is not None
         if self._unseed is not None:
@@ -299,7 +301,7 @@ class FollowedLoader:
             if number == skip:
                 self._check(digest)
                 if self._reads_here:
-                    restore_host_state(found, self.generators)  # the moment of saving, put back before this batch
+                    restore_host_state(found, self.generators)  # the time of saving, restored before this batch
             if number > skip:
                 self._digests[number] = digest
                 yield indices
@@ -310,20 +312,20 @@ class FollowedLoader:
 
     @property
     def is_early(self) -> bool:
-        """Whether a batch is read before the epoch begins, which is when generators are put back."""
+        """Whether a batch is read before the epoch begins, which is when generators are restored."""
         return self._listener.before_epoch
 
     def lend(self, function: Callable[[], Any]) -> Any:
-        """Call ``function`` with the generators as at the moment of saving, and remember how it left them."""
+        """Call ``function`` with the generators of the time of saving, and remember their state afterwards."""
         return self._listener.lend(function)
 
     def make_iterators(self) -> None:
-        """Make the iterators of all loaders, in their order: each draws random numbers when it is made."""
+        """Create the iterators of all loaders in order: each draws random numbers when it is created."""
         self._listener.make_iterators()
 
     @property
     def ended(self) -> bool:
-        """Whether this iterator has given all that it has, and was asked for more."""
+        """Whether this iterator is exhausted, and was asked for more."""
         return self._current.ended
 
     def before_fetch(self) -> None:
@@ -338,15 +340,15 @@ class FollowedLoader:
             self._current.state = self._inner.state_dict()
 
     def end_iterator(self) -> None:
-        """Note that there was no further batch."""
+        """Record that there was no further batch."""
         self._current.ended = True
 
     def fetched(self) -> None:
-        """Note that a batch was read."""
+        """Record that a batch was read."""
         last, given = self._current, self._current.given + 1
         self._current = _Position(last.number + 1, given, last.start, self._digests.pop(given, last.digest))
         self._positions.append(self._current)
-        if given == 2:  # the workers have shown by now whether they draw
+        if given == 2:  # by now the workers have shown whether they draw
             self._listener.review()
 
     @property
@@ -356,7 +358,7 @@ class FollowedLoader:
     # What cannot be replayed
 
     def unreplayable(self) -> Iterator[str]:
-        """Yield why a run that takes up a position of this loader may differ."""
+        """Yield reasons why a run that restores a position of this loader may differ."""
         if self._followed is not None and self._followed.workers_draw:
             yield f"the workers of {self._name()} draw random numbers"
         if not self._by_index and not self._stateful:
@@ -373,7 +375,7 @@ class _Iterator:
 
     @property
     def inner(self) -> Any:
-        """The wrapped iterator, or None while it does not exist yet."""
+        """The wrapped iterator, or None before it exists."""
         return None if callable(self._inner) else self._inner
 
     def __iter__(self) -> Iterator[Any]:
@@ -389,7 +391,7 @@ class _Iterator:
             self._follower.make_iterators()
         assert not callable(self._inner)
         if self._follower.ended:
-            raise StopIteration  # generators are put back by one that goes on
+            raise StopIteration  # generators are restored by a loader that goes on
         self._follower.before_fetch()
         try:
             batch = next(self._inner)
@@ -434,6 +436,6 @@ def _stand_in(loader: Any, follower: FollowedLoader) -> _StandIn:
 
 
 def _innermost(loader: Any) -> Any:
-    # A prefetcher names the loader that it reads.
+    # A prefetcher has the loader that it reads as an attribute.
     inner = getattr(loader, "loader", None)
     return loader if isinstance(loader, DataLoader) or not isinstance(inner, DataLoader) else inner

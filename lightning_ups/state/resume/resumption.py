@@ -1,4 +1,4 @@
-"""A run's position in its data and its random numbers, on every rank."""
+"""The position of a run in its data, and its random numbers, on every rank."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,21 +13,21 @@ from lightning_ups.transforms.random_state import random_state, restore_random_s
 
 __all__ = ["RESUME_KEY", "OnUnreplayable", "Progress", "Resumption"]
 
-RESUME_KEY = "lightning_ups.resume"  # in a checkpoint
+RESUME_KEY = "lightning_ups.resume"  # the key in a checkpoint
 OnUnreplayable = Literal["warn", "refuse"]
 _CURE = "Let the loader have a state_dict, or draw random numbers from the sample's index."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far the training loop is.
+    """The progress of the training loop.
 
     Args:
-        taken: Batches of this epoch of which it made the step.
-        epoch_over: Whether it made that of the last one.
-        within_step: Whether it is amid a step.
+        taken: Batches of this epoch whose step was made.
+        epoch_over: Whether the last batch was among them.
+        within_step: Whether a step is in progress.
         accumulating: Whether gradients of earlier batches wait for the optimizer step.
-        restarted: For each loader, whether it was read to its end in this epoch, and begun again.
+        restarted: For each loader, whether it was exhausted in this epoch and started again.
     """
 
     taken: int
@@ -38,45 +38,46 @@ class Progress:
 
 
 class Resumption:
-    """Knows where this rank stands in its training data, and takes the position up again.
+    """Records this rank's position in its training data, and restores it.
 
     Args:
-        on_unreplayable: ``"warn"`` of what cannot be replayed, once, or ``"refuse"`` it.
-        rank: Of this process among those that read different data.
-        num_ranks: How many read different data.
+        on_unreplayable: ``"warn"`` once, or ``"refuse"``, if something cannot be replayed.
+        rank: The rank of this process among those that read different data.
+        num_ranks: The number of processes that read different data.
     """
 
     def __init__(self, *, on_unreplayable: OnUnreplayable, rank: int = 0, num_ranks: int = 1) -> None:
         self._policy, self._rank, self._num_ranks = on_unreplayable, rank, num_ranks
         self._loaders: list[FollowedLoader] = []
         self._saved: dict[str, Any] | None = None
-        self._now: dict[str, Any] | None = None  # generators at the moment of saving, until they are put back
+        self._now: dict[str, Any] | None = None  # generators at the time of saving, until they are restored
         self._at_end = False
-        self._counted = 0  # batches of this epoch before the first one that is known of
+        self._counted = 0  # batches of this epoch before the first known one
         self._named: set[str] = set()
         self._restarted: list[bool] = []
-        self._orders: list[tuple[Any, Any]] = []  # of each loader's samples: as this run has it, and as the saved one
+        # the order of each loader's samples: in this run, and in the saved one
+        self._orders: list[tuple[Any, Any]] = []
         self.taken: int | None = None
-        self._run, self._is_early = uuid4().hex, False  # whether the last state is from before a loaded one was used
+        self._run, self._is_early = uuid4().hex, False  # the flag: the last state is from before a loaded one was used
 
-    # Following
+    # Following loaders
 
     def follow(self, loaders: Sequence[Any], *, counted: int = 0, at_end: bool = False) -> list[Any]:
-        """Follow ``loaders``, and let them begin where the loaded state says.
+        """Follow ``loaders``, and start them at the loaded position.
 
-        Sets ``taken`` to the batches of this epoch that the loop should have taken, or None if that is unknown.
+        Sets ``taken`` to the number of batches of this epoch that the loop should have consumed, or None if unknown.
 
         Args:
-            loaders: All for training.
-            counted: Batches from which the loop goes on to count, if it was loaded without a state of this kind.
-            at_end: Whether it was loaded without such a state at the end of an epoch.
+            loaders: All training loaders.
+            counted: The loop's batch count, if a checkpoint without such a state was loaded.
+            at_end: Whether that checkpoint was saved at the end of an epoch.
 
         Returns:
-            The objects that identify them: themselves, if they are DataLoaders.
+            The objects that identify the loaders: themselves, if they are DataLoaders.
 
         Raises:
-            ValueError: If they are fewer or more than those of the loaded state, or if one cannot be replayed and that
-                is to be refused.
+            ValueError: If the number of loaders differs from the loaded state, or if one cannot be replayed and that
+                must be refused.
         """
         self.release()
         self._loaders = [FollowedLoader(loader, self) for loader in loaders]
@@ -99,7 +100,7 @@ class Resumption:
         over = saved["loaders"] is None
         positions = saved["ends"] if over else saved["loaders"]
         if not positions and not over:
-            return  # saved before there was a loader, as another run's trial of learning rates: from the beginning
+            return  # saved before there was a loader, as in a trial run: from the beginning
         if len(positions) != len(self._loaders):
             raise ValueError(
                 f"The checkpoint holds the positions of {len(positions)} training loaders, and there are"
@@ -124,11 +125,11 @@ class Resumption:
 
     def _take_up_orders(self) -> None:
         for loader, (found, saved) in zip(self._loaders, self._orders, strict=False):
-            if saved is not None and loader.order == found:  # else its maker gives it another seed each time
+            if saved is not None and loader.order == found:  # otherwise its creator gives it another seed each time
                 loader.take_up_order(saved)
 
     def epoch(self) -> list[bool] | None:
-        """Note that the loaders are about to be iterated anew; return which were read to their end before, if known."""
+        """Record that the loaders are iterated again; return which were exhausted before, if known."""
         taking_up = any(loader.taking_up for loader in self._loaders)
         counted, self._counted = self._counted, 0
         for loader in self._loaders:
@@ -136,12 +137,12 @@ class Resumption:
         return self._restarted if taking_up else None
 
     def make_iterators(self) -> None:
-        """Make the iterators that are still to be made, in the order of their loaders."""
+        """Create the missing iterators, in the order of their loaders."""
         for loader in self._loaders:
             loader.make_iterator()
 
     def release(self) -> None:
-        """Give the loaders back as they were."""
+        """Restore the loaders."""
         for loader in self._loaders:
             loader.release()
         self._loaders = []
@@ -152,7 +153,7 @@ class Resumption:
         """Return this rank's part of the state.
 
         Raises:
-            ValueError: If something cannot be replayed, and that is to be refused.
+            ValueError: If something cannot be replayed, and that must be refused.
         """
         self.review()
         if progress.within_step:
@@ -177,9 +178,9 @@ class Resumption:
         }
 
     def is_own(self, states: Sequence[dict[str, Any]], *, process: int) -> bool:
-        """Return whether this very run has saved ``states``, as a callback does that tries values and undoes it.
+        """Return whether this very run has saved ``states``, as a callback that tries values and undoes it.
 
-        Such a one leaves generators as it found them, or as Lightning alone would; and it lets an epoch begin anew.
+        Such a callback restores generators itself, or as Lightning does; and it restarts the epoch.
         """
         own = process < len(states) and states[process].get("run") == self._run
         if own and self._is_early:
@@ -191,15 +192,15 @@ class Resumption:
         return own
 
     def load(self, states: Sequence[dict[str, Any]], *, process: int) -> None:
-        """Take the state up; the next call of `follow` uses it.
+        """Load the state; the next call of `follow` uses it.
 
-        On as many ranks as before, each takes up its own position. On another number, each takes as many whole batches
-        as taken as make up the samples that all ranks took together. A process that is new seeds its generators from
-        those of the first.
+        With the same number of ranks, each restores its own position. With another number, each skips as many whole
+        batches as cover the samples that all ranks had consumed. A new process seeds its generators from those of rank
+        0.
 
         Args:
-            states: Of all processes, in order.
-            process: The number of this one among all.
+            states: The states of all processes, in order.
+            process: The index of this process.
         """
         own = states[process] if process < len(states) else None
         if states[0]["num_ranks"] != self._num_ranks:
@@ -217,32 +218,32 @@ class Resumption:
 
     @property
     def waiting(self) -> bool:
-        """Whether the generators are still to be put back."""
+        """Whether the generators are still to be restored."""
         return self._now is not None
 
     @property
     def before_epoch(self) -> bool:
-        """Whether the generators are put back when the next epoch begins, and not by its first batch."""
+        """Whether the generators are restored when the next epoch begins, and not by its first batch."""
         return self._now is not None and self._at_end
 
     def begin(self) -> bool:
-        """Note that training begins; return whether it begins after the end of an epoch."""
+        """Record that training begins; return whether it begins after the end of an epoch."""
         at_end, self._at_end = self._at_end, False
         return at_end
 
     def begin_epoch(self) -> None:
-        """Put the generators back where an epoch begins; within one, its first batch does it."""
+        """Restore the generators if an epoch begins; within an epoch, its first batch does it."""
         if not any(loader.taking_up for loader in self._loaders):
             self.put_back()
 
     def put_back(self) -> None:
-        """Put the generators back as they were at the moment of saving, unless an epoch is to begin first."""
+        """Restore the generators to the time of saving, unless an epoch is about to begin."""
         if self._now is not None and not self._at_end:
             restore_random_state(self._now, self._generators)
             self._now = None
 
     def lend(self, function: Callable[[], Any]) -> Any:
-        """Call ``function`` with the generators as at the moment of saving, and remember how it left them."""
+        """Call ``function`` with the generators of the time of saving, and remember their state afterwards."""
         if self._now is None:
             return function()
         restore_random_state(self._now, self._generators)
@@ -253,16 +254,16 @@ class Resumption:
     # What cannot be replayed
 
     def review(self) -> None:
-        """Warn of, or refuse, what cannot be replayed and was not named yet."""
+        """Warn or raise about what cannot be replayed and was not reported yet."""
         self.name(*(reason for loader in self._loaders for reason in loader.unreplayable()))
 
     @property
     def refuses(self) -> bool:
-        """Whether what cannot be replayed is an error."""
+        """Whether it is an error if something cannot be replayed."""
         return self._policy == "refuse"
 
     def name(self, *reasons: str, cure: str = _CURE) -> None:
-        """Warn of, or refuse, ``reasons`` why a resumed run may differ from one that was not interrupted."""
+        """Warn or raise because of ``reasons`` why a resumed run may differ from an uninterrupted one."""
         new = [reason for reason in dict.fromkeys(reasons) if reason not in self._named]
         if not new:
             return

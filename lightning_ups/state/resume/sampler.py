@@ -1,7 +1,7 @@
-"""What a loader's sampler has to itself: its kind and its seed decide the order of samples, and no generator has them.
+"""The class and the seed of a loader's sampler, which determine the order of samples besides the generators.
 
-A DistributedSampler seeds a generator of its own for every epoch. Lightning puts one in under distributed strategies,
-shuffling, with the global seed of the run, which may be drawn anew for each.
+A DistributedSampler seeds its own generator for every epoch. Under distributed strategies Lightning adds a shuffling
+one with the global seed of the run, which may differ in each run.
 """
 
 from contextlib import suppress
@@ -14,12 +14,12 @@ __all__ = ["as_text", "order_of", "put_back_seed"]
 
 
 def order_of(loader: Any) -> dict[str, Any] | None:
-    """Return, as plain values, what decides the order of samples beside generators; None if no sampler does."""
+    """Return the properties that determine the order of samples, besides generators; None if no sampler does."""
     sampler = _sampler_of(loader)
     if sampler is None:
         return None
     shuffle, seed = getattr(sampler, "shuffle", None), getattr(sampler, "seed", None)
-    if type(sampler) is DistributedSampler and not shuffle:  # all ranks together go in order
+    if type(sampler) is DistributedSampler and not shuffle:  # all ranks together read in order
         return {"sampler": SequentialSampler.__name__, "shuffle": None, "seed": None}
     return {
         "sampler": type(sampler).__name__,
@@ -29,7 +29,7 @@ def order_of(loader: Any) -> dict[str, Any] | None:
 
 
 def put_back_seed(loader: Any, order: dict[str, Any]) -> None:
-    """Give the loader's DistributedSampler the seed of ``order``, if that is of such a sampler."""
+    """Set the seed of the loader's DistributedSampler to that of ``order``, if both are such samplers."""
     sampler, now = _sampler_of(loader), order_of(loader)
     if isinstance(sampler, DistributedSampler) and now != order == {**(now or {}), "seed": order["seed"]}:
         with suppress(AttributeError):  # a property of a subclass
@@ -37,7 +37,7 @@ def put_back_seed(loader: Any, order: dict[str, Any]) -> None:
 
 
 def as_text(order: dict[str, Any]) -> str:
-    """Return how to name ``order`` in a message."""
+    """Return ``order`` as text for a message."""
     options = [f"{name}={order[name]}" for name in ("shuffle", "seed") if order[name] is not None]
     return order["sampler"] + (f"({', '.join(options)})" if options else "")
 
@@ -47,5 +47,5 @@ def _sampler_of(loader: Any) -> Any:
         return None
     if loader.batch_sampler is None:
         return loader.sampler
-    # One that was given leaves the loader a sampler that nobody reads.
+    # A loader with a batch sampler has a default sampler that nobody reads.
     return getattr(loader.batch_sampler, "sampler", loader.batch_sampler)

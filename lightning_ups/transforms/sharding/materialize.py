@@ -1,4 +1,4 @@
-"""Initialising a sharded model that was built on the meta device: the same weights on any number of devices."""
+"""Initializes a sharded model that was built on the meta device: the same weights on any number of devices."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,17 +17,17 @@ __all__ = ["Initialisation", "is_on_meta", "plan_initialisation"]
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Return whether any parameter or buffer of ``model`` has no memory yet."""
+    """Return whether any parameter or buffer of ``model`` is on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 class Initialisation:
-    """What a model on the meta device is to become, noted before anything replaces its parameters.
+    """How the tensors of a model on the meta device get their values, recorded before anything replaces its parameters.
 
     Args:
-        record: How its tensors get their values.
-        places: Which of them is which.
-        loose: Those that are neither parameters nor buffers, such as the numbers of tokens in PEFT's prompt tuning.
+        record: The recorded operations that compute the values.
+        places: The recorded tensor of each parameter and buffer.
+        loose: Tensors that are neither parameters nor buffers, such as the numbers of tokens in PEFT's prompt tuning.
     """
 
     def __init__(self, record: Recording, places: Mapping[str, Place], loose: Mapping[str, Loose]) -> None:
@@ -37,13 +37,13 @@ class Initialisation:
         return len(self._places)
 
     def run(self, model: nn.Module, *, shards_on: torch.device, device: torch.device, draw_on: torch.device) -> None:
-        """Give ``model`` memory and values, whole tensor by whole tensor, of which each rank keeps its part.
+        """Give ``model`` memory and values, one whole tensor at a time, of which each rank keeps its part.
 
         Args:
-            model: On the meta device, sharded or not.
-            shards_on: Where shards lie.
-            device: Where everything else lies.
-            draw_on: Where values are drawn: the CPU for those of a model built there.
+            model: The model on the meta device, sharded or not.
+            shards_on: The device of shards.
+            device: The device of everything else.
+            draw_on: The device that draws random values: the CPU for a model that was built there.
         """
         ties = _ties(model)
         allocate(model, shards_on=shards_on, rest_on=device)
@@ -71,10 +71,10 @@ class Initialisation:
 
 
 def plan_initialisation(model: nn.Module, record: Recording | None) -> Initialisation:
-    """Return how ``model``, on the meta device, gets its values: as recorded, or from what its classes offer.
+    """Return how ``model``, on the meta device, gets its values: as recorded, or by ``reset_parameters()``.
 
     Raises:
-        ValueError: If neither says it; the message names the modules.
+        ValueError: If neither is possible; the error names the modules.
     """
     if record is not None:
         places = record.places(model)
@@ -105,7 +105,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _tie(model: nn.Module, ties: list[list[str]]) -> None:
-    # Memory for a plain tensor makes a new Parameter for each of its places.
+    # Allocating a plain tensor creates a new Parameter in each of its places.
     for first, *others in ties:
         parameter = model.get_parameter(first)
         for name in others:
@@ -116,7 +116,7 @@ def _tie(model: nn.Module, ties: list[list[str]]) -> None:
 
 @contextmanager
 def _generator(record: Recording) -> Iterator[None]:
-    """Draw from the first rank's states; go on as if the model had been built then, if nothing was drawn since."""
+    """Draw from rank 0's states, and continue as if the model had been built then, if nothing was drawn since."""
     now, last = torch.get_rng_state(), record.states[-1]
     own = record.states
     if dist.is_initialized():
@@ -131,7 +131,7 @@ def _generator(record: Recording) -> Iterator[None]:
 
 @contextmanager
 def _same_on_all_ranks(device: torch.device) -> Iterator[None]:
-    """Draw on ``device``, if that is no CPU, from the first rank's generator of it."""
+    """Draw from rank 0's generator of ``device``, unless it is the CPU."""
     if device.type != "cuda" or not dist.is_initialized():
         yield
         return

@@ -1,4 +1,4 @@
-"""The mesh of devices: which of them hold a copy, which a shard, and which a part of each matrix product."""
+"""The device mesh: replicas, shards, and tensor parallelism."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,18 +26,18 @@ __all__ = [
     "part_of",
 ]
 
-DATA, TENSOR = "data_parallel", "tensor_parallel"  # Lightning's names, which a `configure_model` may know
+DATA, TENSOR = "data_parallel", "tensor_parallel"  # Lightning's names, which a `configure_model` may use
 _REPLICATE, _SHARD = "replicate", "shard"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """How many devices there are along each dimension; neighbours in rank split matrices first, then parameters.
+    """The sizes of the mesh dimensions. Adjacent ranks split matrices first, then parameters.
 
     Args:
-        replicate: Copies of the sharded model.
-        shard: Devices over which each copy is sharded.
-        tensor: Devices over which each matrix product is split.
+        replicate: Number of replicas of the sharded model.
+        shard: Number of devices over which each replica is sharded.
+        tensor: Number of devices over which each matrix product is split.
     """
 
     replicate: int
@@ -46,7 +46,7 @@ class MeshSizes:
 
     @classmethod
     def of(cls, num_devices: int, *, replicate: int | None = 1, tensor: int = 1) -> Self:
-        """Divide ``num_devices``; whatever is not asked for otherwise shards. ``replicate=None``: nothing shards.
+        """Divide ``num_devices``; by default all of them shard. With ``replicate=None`` none do.
 
         Raises:
             ValueError: If the sizes do not divide the number of devices.
@@ -64,20 +64,20 @@ class MeshSizes:
         return cls(replicate=replicate, shard=num_devices // wanted, tensor=tensor)
 
 
-# Each mesh has groups of processes, and each group of NCCL has buffers on the device and connections to all others:
-# a script that fits, tests and fits again needs them once. And torch finds what it knows of DTensors by the value of
-# their mesh: of two that are equal, one graph may use the groups of both, and its collectives are not put together.
+# Each mesh has process groups, and each NCCL group has buffers on the device and connections to all other ranks: a
+# script that fits, tests and fits again needs them once. And torch compares meshes of DTensors by value: if two meshes
+# are equal, one graph may use the groups of both, and its collectives are not combined.
 _MESHES: dict[tuple[str, MeshSizes], tuple[Any, DeviceMesh]] = {}
 
 
 def build_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
-    """Return a mesh with the dimensions ``data_parallel`` and ``tensor_parallel``, one for all runs of the process."""
+    """Return a mesh with dimensions ``data_parallel`` and ``tensor_parallel``, shared by all runs of the process."""
     forget_meshes()
     world, earlier = _MESHES.get((device_type, sizes), (None, None))
     if earlier is not None and world is dist.group.WORLD:
         return earlier
     mesh = _new_mesh(device_type, sizes)
-    _MESHES[device_type, sizes] = dist.group.WORLD, mesh  # which was initialised by now
+    _MESHES[device_type, sizes] = dist.group.WORLD, mesh  # initialized by now
     return mesh
 
 
@@ -91,14 +91,14 @@ def _new_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of ``mesh`` that FSDP2 shards over: one dimension, or copies of it and it."""
+    """Return the part of ``mesh`` that FSDP2 shards over: one dimension, or a replica dimension and it."""
     if _REPLICATE in (mesh.mesh_dim_names or ()):
         return mesh[_REPLICATE, _SHARD]
     return mesh[DATA]
 
 
 def num_shares(mesh: DeviceMesh) -> int:
-    """Return into how many parts ``mesh``, a `data_mesh`, splits a parameter."""
+    """Return the number of parts into which ``mesh``, a `data_mesh`, splits a parameter."""
     return mesh.size(mesh.ndim - 1)
 
 
@@ -110,25 +110,25 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def least_of_ranks(*sizes: int, device: torch.device) -> list[int]:
-    """Return for each of ``sizes`` the least that any rank has, so that all decide alike; every rank takes part."""
+    """Return the minimum of each of ``sizes`` across ranks, so that all ranks decide alike. A collective."""
     least = torch.tensor(sizes, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return least.tolist()
 
 
 def local_part(whole: Tensor, like: DTensor) -> Tensor:
-    """Return the part of ``whole`` that this rank keeps if it is sharded as ``like`` is, a view where it can be."""
+    """Return the part of ``whole`` that this rank holds when it is sharded like ``like``, as a view if possible."""
     return part_of(whole, like.device_mesh, like.placements)
 
 
 def part_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """Return the part of ``whole`` that this rank keeps if it is placed so on ``mesh``, a view where it can be."""
+    """Return the part of ``whole`` that this rank holds under ``placements`` on ``mesh``, as a view if possible."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    # The last dimension of the mesh cuts first: tensor parallelism came before FSDP2, which cuts what that left.
+    # The last dimension of the mesh splits first: tensor parallelism comes before FSDP2, which splits the rest.
     for dim in reversed(range(mesh.ndim)):
         placement = placements[dim]
-        axis = getattr(placement, "dim", None)  # of a shard, strided or not
+        axis = getattr(placement, "dim", None)  # shards, strided or not, have it
         if axis is not None:
             parts = torch.chunk(whole, mesh.size(dim), dim=axis)
             place = coordinate[dim]

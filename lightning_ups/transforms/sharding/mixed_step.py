@@ -1,4 +1,4 @@
-"""Stepping parameters of several kinds, sharded and whole, by one optimizer whose kernels take one kind at a time."""
+"""Steps sharded and unsharded parameters with one optimizer whose kernels accept one kind at a time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ __all__ = ["kinds_of", "one_kind_at_a_time"]
 
 
 def kinds_of(optimizer: Optimizer) -> list[Any]:
-    """Return the kinds of what ``optimizer`` steps: a mesh for what is sharded over it, None for what is whole."""
+    """Return the kinds of parameters of ``optimizer``: a mesh for sharded ones, None for unsharded ones."""
     kinds: dict[Any, None] = {}
     for group in optimizer.param_groups:
         kinds.update(dict.fromkeys(_kind(p) for p in group["params"]))
@@ -23,15 +23,15 @@ def kinds_of(optimizer: Optimizer) -> list[Any]:
 
 @contextmanager
 def one_kind_at_a_time(optimizer: Optimizer) -> Iterator[None]:
-    """Let each step of ``optimizer`` go over the parameters of one kind, then of the next, while the context is open.
+    """Make each step of ``optimizer`` process the parameters one kind after another while the context is open.
 
-    ``fused`` and ``foreach`` kernels take lists, and DTensor refuses a list of two kinds. Groups, state and what a
-    scheduler sees stay as they are.
+    ``fused`` and ``foreach`` kernels take lists, and DTensor refuses a mixed list. Groups, state and schedulers are not
+    affected.
     """
     if len(kinds_of(optimizer)) < 2 or not any(g.get("fused") or g.get("foreach") for g in optimizer.param_groups):
         yield
         return
-    before = vars(optimizer).get("step")  # a scheduler's, which counts
+    before = vars(optimizer).get("step")  # a scheduler's, which counts steps
     inner: Callable[..., Any] = optimizer.step
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:

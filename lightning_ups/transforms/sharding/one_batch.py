@@ -1,4 +1,4 @@
-"""What ranks have to share that compute one batch together, each a part of its products: values, and random numbers."""
+"""Checks and random state for ranks that compute one batch together under tensor parallelism."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -13,21 +13,21 @@ from lightning_ups.transforms.random_state import random_state, restore_random_s
 
 __all__ = ["check_one_batch", "share_random_state"]
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 
 
 def share_random_state(group: ProcessGroup) -> None:
-    """Let random numbers go on as those of the first rank do. Under `seed_everything` they do so already."""
+    """Continue with the random state of the first rank. Under `seed_everything` this changes nothing."""
     state = [random_state()]
     dist.broadcast_object_list(state, group=group, group_src=0)
     restore_random_state(state[0])
 
 
 def check_one_batch(batch: Any, *, group: ProcessGroup) -> None:
-    """Check that all ranks of ``group`` have the same tensors in their ``batch``; each waits for the others.
+    """Check that all ranks of ``group`` have the same tensors in their ``batch``. A collective.
 
     Raises:
-        ValueError: If they have not.
+        ValueError: If they differ.
     """
     own = [(tuple(tensor.shape), str(tensor.dtype), _sum(tensor)) for tensor in _tensors(batch)]
     seen: list[Any] = [None] * group.size()
@@ -44,7 +44,7 @@ def check_one_batch(batch: Any, *, group: ProcessGroup) -> None:
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of what holds some, which need not be what can be made anew of others."""
+    """Yield the tensors in a container, which need not be one that can be rebuilt."""
     if isinstance(batch, Tensor):
         yield from batch.unbind() if batch.is_nested else (batch,)
         return
@@ -61,7 +61,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _sum(tensor: Tensor) -> int:
-    """Return a sum of the bits of ``tensor``, in which the order of its rows counts."""
+    """Return a sum of the bits of ``tensor`` that depends on the order of its rows."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return 0
     tensor = tensor.resolve_conj().resolve_neg()

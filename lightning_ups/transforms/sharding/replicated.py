@@ -1,4 +1,4 @@
-"""Gradients of parameters, and buffers, that stay whole on every device: kept alike as DDP does."""
+"""Keeps replicated parameters and buffers equal on all ranks, as DDP does."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,14 +15,14 @@ __all__ = ["BufferSync", "average_gradients", "give_first", "on_any_rank"]
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[nn.Parameter], *, group: ProcessGroup, unused: bool = False) -> None:
-    """Average the gradients of ``parameters`` over ``group``, those of one type in one collective.
+    """Average the gradients of ``parameters`` over ``group``, with one collective per dtype.
 
-    What was averaged already and got more since is averaged right: equal parts average to themselves.
+    Averaging again after more was added is correct: equal parts average to themselves.
 
     Args:
-        parameters: They have equal values on every rank.
+        parameters: Parameters with equal values on every rank.
         group: The ranks.
-        unused: Count a missing gradient as zero, where another rank has one.
+        unused: Whether a missing gradient counts as zero if another rank has one.
     """
     if group.size() == 1:
         return
@@ -45,7 +45,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: ProcessGroup
 
 
 def on_any_rank(here: Sequence[int], *, group: ProcessGroup, device: torch.device) -> list[int]:
-    """Return the largest of each number over ``group``, all of whose ranks must call this with as many."""
+    """Return the maximum of each number over ``group``. A collective."""
     numbers = torch.tensor(here, dtype=torch.uint8, device=device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     return numbers.tolist()
@@ -65,19 +65,19 @@ def _count_missing_as_zero(parameters: Sequence[nn.Parameter], group: ProcessGro
 
 
 def _average_sparse(gradient: Tensor, group: ProcessGroup) -> Tensor:
-    total = gradient.coalesce()  # a device may have the same row in several places
+    total = gradient.coalesce()  # a device may have the same row several times
     dist.all_reduce(total, group=group)
     return total / group.size()
 
 
 @torch.no_grad()
 def give_first(tensors: Iterable[Tensor], *, group: ProcessGroup) -> None:
-    """Give ``tensors``, in place, the values that they have on the first rank of ``group``."""
+    """Broadcast ``tensors``, in place, from the first rank of ``group``."""
     if group.size() == 1:
         return
     under_way = []
     for tensor in map(_each_once, tensors):
-        flat = tensor.contiguous()  # collectives go over memory as it lies: a view of a part would get its neighbours'
+        flat = tensor.contiguous()  # collectives use memory as it is: a view of a part would get its neighbors'
         sent = torch.view_as_real(flat) if flat.is_complex() else flat
         under_way.append((dist.broadcast(sent, group=group, group_src=0, async_op=True), tensor, flat))
     for work, tensor, flat in under_way:
@@ -88,7 +88,7 @@ def give_first(tensors: Iterable[Tensor], *, group: ProcessGroup) -> None:
 
 
 def _each_once(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` without what an expansion repeats."""
+    """Return ``tensor`` without expanded dimensions."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -96,14 +96,15 @@ def _each_once(tensor: Tensor) -> Tensor:
 
 
 class BufferSync:
-    """Gives every rank the first rank's buffers, those that change while the model trains, before each step.
+    """Broadcasts the buffers that change during training from the first rank, before each step.
 
-    Running statistics of norms are known to change. Which others do is seen in the first step: all ranks agree on them
-    once, so that they later send the same without asking. What one module changes, every other of its class may change
-    in a later step, as one of several experts; and what a class changes none of which ran is not known.
+    Running statistics of norms are known to change. The first step shows which other buffers do: all ranks agree on
+    them once, so that later broadcasts need no communication to decide. If one module changes a buffer, any other
+    module of its class may change it in a later step, such as one of several experts; if no module of a class ran, it
+    is assumed not to change.
 
     Args:
-        module: Holds the buffers.
+        module: The module with the buffers.
         group: The ranks.
     """
 
@@ -115,16 +116,16 @@ class BufferSync:
         self._idle: set[nn.Module] = set()
 
     def note_step(self) -> None:
-        """Say that a training step has run."""
+        """Record that a training step has run."""
         self._stepped = True
 
     def note_idle(self, modules: Iterable[nn.Module]) -> None:
-        """Say which ``modules`` the first training step did not call."""
+        """Record which ``modules`` the first training step did not call."""
         if not self._stepped:
             self._idle = {inner for module in modules for inner in module.modules()}
 
     def __call__(self) -> None:
-        """Send what may have changed. Every rank calls it before each step that starts an accumulation."""
+        """Broadcast what may have changed. Every rank calls it before each step that starts an accumulation."""
         if self._group.size() == 1:
             return
         buffers = dict(self._module.named_buffers())
@@ -136,7 +137,7 @@ class BufferSync:
             self._before = _versions(buffers)
 
     def _agree(self, buffers: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """Wait for the other ranks, once, and return what changed on any."""
+        """Return what changed on any rank. A collective, called once."""
         now = _versions(buffers)
         modules = dict(self._module.named_modules())
         kinds = {name: (type(modules[name.rpartition(".")[0]]), name.rpartition(".")[2]) for name in buffers}

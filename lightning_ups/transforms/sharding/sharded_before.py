@@ -1,4 +1,4 @@
-"""What an earlier run has sharded: the same again is kept, anything else is refused."""
+"""Checks a model that an earlier run has sharded: the same sharding is kept, any other is refused."""
 
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -29,15 +29,15 @@ _RECORD = OnModule[Any]("sharded")
 
 @dataclass(frozen=True, kw_only=True)
 class GatherOptions:
-    """In which types parameters are gathered, and gradients reduced.
+    """The dtypes in which parameters are gathered and gradients are reduced.
 
     Args:
-        param_dtype: The type in which parameters are gathered, and modules compute; None: their own.
-        autocast: Operators choose their type: only the weights of matrix products are gathered in ``param_dtype``, and
+        param_dtype: The dtype in which parameters are gathered, and modules compute; None: their own.
+        autocast: Operators choose their dtype: only the weights of matrix products are gathered in ``param_dtype``, and
             nothing else is cast.
-        reduce_dtype: The type in which gradients are summed; None: that in which they are computed.
-        output_dtype: The type of what roots return; None: as it is.
-        in_float32: Patterns of submodules whose parameters are gathered as they are, and that are given no casts.
+        reduce_dtype: The dtype in which gradients are reduced; None: that in which they are computed.
+        output_dtype: The dtype of the outputs of roots; None: unchanged.
+        in_float32: Patterns of submodules whose parameters and inputs are not cast.
     """
 
     param_dtype: torch.dtype | None = None
@@ -48,19 +48,19 @@ class GatherOptions:
 
     @property
     def module_dtype(self) -> torch.dtype | None:
-        """The type to which modules cast their parameters and what they are given; None: they cast nothing."""
+        """The dtype to which modules cast their parameters and inputs; None: no casts."""
         return None if self.autocast else self.param_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """What was done to a model.
+    """How a model was sharded.
 
     Args:
         layout: The names and sizes of the mesh's dimensions.
-        blocks: The names of what is gathered together.
-        replicated: Parameters that stay whole, by name.
-        share_of_blocks: The share of the parameters' bytes that blocks hold.
+        blocks: The names of modules that are gathered together.
+        replicated: Parameters that are not sharded, by name.
+        share_of_blocks: The blocks' share of the bytes of all parameters.
     """
 
     layout: tuple[tuple[str, int], ...]
@@ -75,27 +75,27 @@ def layout_of(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
 
 
 def remember(model: nn.Module, record: Any) -> None:
-    """Keep what was done to ``model``, as long as it lives."""
+    """Store ``record`` on ``model``."""
     _RECORD.keep(model, record)
 
 
 def recall(model: nn.Module) -> Any:
-    """Return what was done to ``model``, or None."""
+    """Return the record stored on ``model``, or None."""
     return _RECORD.get(model)
 
 
 def check_same(model: nn.Module, *, before: Any, now: Any, layout_before: Any, layout: Any) -> None:
-    """Raise if ``model`` was sharded in another way than it shall be now.
+    """Raise if ``model`` was sharded in another way than requested now.
 
     Args:
-        model: What an earlier run sharded.
-        before: A dataclass of how.
-        now: One of the same class, or of another.
+        model: A model that an earlier run sharded.
+        before: A dataclass of the earlier options.
+        now: The options of this run.
         layout_before: The mesh of the earlier run.
         layout: The mesh of this one.
 
     Raises:
-        ValueError: If they differ; the message names what does.
+        ValueError: If they differ; the error names the differences.
     """
     if type(before) is not type(now):
         raise ValueError(
@@ -122,7 +122,7 @@ def refuse_lazy(model: nn.Module) -> None:
     """Raise if a parameter of ``model`` has no shape yet.
 
     Raises:
-        ValueError: If so.
+        ValueError: In that case.
     """
     if lazy := [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]:
         raise ValueError(
@@ -133,10 +133,10 @@ def refuse_lazy(model: nn.Module) -> None:
 
 
 def refuse_one_memory(model: nn.Module) -> None:
-    """Raise if two parameters of ``model`` lie in one memory.
+    """Raise if two parameters of ``model`` share memory.
 
     Raises:
-        ValueError: If so.
+        ValueError: In that case.
     """
     places = sorted(
         (p.data_ptr(), p.data_ptr() + p.nbytes, name)

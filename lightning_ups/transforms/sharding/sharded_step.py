@@ -1,4 +1,4 @@
-"""Telling an optimizer that cannot step shards from one that fails for another reason."""
+"""Explains errors of optimizers that cannot step shards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,20 +9,20 @@ from torch.optim import Optimizer
 
 __all__ = ["explaining_shards"]
 
-# What DTensor says where an operation has no way to be done part by part, in torch 2.11 to 2.13.
+# Texts of DTensor for operations without a sharding rule, in torch 2.11 to 2.13.
 _ABOUT_SHARDS = ("DTensor", "placement", "sharding strategy", "Sharding propagation", "sharded dimension")
 
 
 @contextmanager
 def explaining_shards(optimizer: Optimizer) -> Iterator[None]:
-    """Say why ``optimizer`` fails if it does, in this context, because what it steps is sharded.
+    """Explain errors of ``optimizer`` in this context that are caused by sharded parameters.
 
     Raises:
-        RuntimeError: If an operation of the optimizer cannot be done on shards.
+        RuntimeError: If an operation of the optimizer does not support shards.
     """
     try:
         yield
-    except (RuntimeError, AssertionError) as error:  # NotImplementedError is one of the first
+    except (RuntimeError, AssertionError) as error:  # the first includes NotImplementedError
         if not _about_shards(error) or not _of_optimizer(error):
             raise
         if _has_whole_gradients(optimizer):
@@ -47,14 +47,14 @@ def _has_whole_gradients(optimizer: Optimizer) -> bool:
 
 
 def _about_shards(error: BaseException) -> bool:
-    if isinstance(error, AssertionError):  # torch 2.11 says no more where a result in place would be a DTensor
+    if isinstance(error, AssertionError):  # torch 2.11 gives no text if an in-place result would be a DTensor
         *_, (last, _) = walk_tb(error.__traceback__)
         return last.f_globals.get("__name__", "").startswith("torch.distributed.tensor")
     return any(word in str(error) for word in _ABOUT_SHARDS)
 
 
 def _of_optimizer(error: BaseException) -> bool:
-    """Return whether it was raised in the step of an optimizer, and not in a closure that this called."""
+    """Return whether the error was raised by the optimizer itself, not in a closure that it called."""
     inside = False
     for frame, _ in walk_tb(error.__traceback__):
         if "closure" in frame.f_code.co_name:

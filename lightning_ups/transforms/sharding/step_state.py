@@ -7,16 +7,16 @@ __all__ = ["StepState"]
 
 @dataclass
 class StepState:
-    """What holds from the first forward of an optimizer step until the optimizer has stepped.
+    """The state from the first forward of an optimizer step until the optimizer has stepped.
 
-    An evaluation step has a state of its own, which ends with it.
+    An evaluation step has its own state.
 
     Args:
-        number: How many optimizer steps were made before.
+        number: The number of earlier optimizer steps.
         name: The method of the module that runs, or ran last.
-        is_manual: ``training_step`` runs, and calls backward and steps optimizers itself.
-        accumulates: The present microbatch is not the last.
-        has_accumulated: The microbatch before was not the last.
+        is_manual: Whether ``training_step`` calls backward and steps optimizers itself.
+        accumulates: Whether the current microbatch is not the last.
+        has_accumulated: Whether the previous microbatch was not the last.
     """
 
     number: int = 0

@@ -1,4 +1,4 @@
-"""What becomes of gathers of parameters in a graph: by which block they are grouped, and whether they are kept."""
+"""Handles gathers of parameters in a graph: groups them by block, and decides whether they are kept."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from lightning_ups._compat.torch.fsdp.gathers import gathers, module_path, recom
 
 __all__ = ["GatherPlan"]
 
-REST = "rest"  # of a root: what is in none of its blocks
+REST = "rest"  # of a root: parameters outside of its blocks
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class GatherPlan:
     """Prepares each captured graph of a model whose parameters are gathered when they are read.
 
     Args:
-        blocks: The names of blocks, relative to the root that they are in, in one order: the text of a plan is part of
-            the key of inductor's cache, and a set's differs from process to process.
-        recompute: Whether the backward gathers anew.
-        key: Whatever else tells two models apart that may not share graphs.
-        rules: Which groups are made of blocks, as a number: graphs on disk are found by the text of a plan.
+        blocks: The names of blocks, relative to their root, in a fixed order: the text of a plan is part of the key of
+            inductor's cache, and the order of a set differs between processes.
+        recompute: Whether the backward gathers again.
+        key: Anything else that distinguishes models that must not share graphs.
+        rules: A version number of the grouping: graphs on disk are found by the text of a plan.
     """
 
     blocks: tuple[str, ...]
@@ -33,20 +33,20 @@ class GatherPlan:
 
     @classmethod
     def of(cls, blocks: Iterable[str], roots: Iterable[str], *, recompute: bool, key: str = "") -> Self:
-        """Return the plan for ``blocks`` inside ``roots``, modules by their full names."""
+        """Return the plan for ``blocks`` inside ``roots``, both as full names."""
         roots = list(roots)
         inside = {block.removeprefix(f"{root}.") for block in blocks for root in roots if block.startswith(f"{root}.")}
         return cls(tuple(sorted(inside)), recompute, key)
 
     def __call__(self, graph: fx.GraphModule) -> str:
-        """Mark the gathers of ``graph``, and return what they are of.
+        """Mark the gathers of ``graph``, and return the names of their groups.
 
         Raises:
-            RuntimeError: If it writes to what it gathered.
+            RuntimeError: If the graph writes to a gathered parameter.
         """
         found = list(gathers(graph))
         groups = _by_runs(self._place(local) for _, local in found)
-        # Backward begins with what forward ended with: gathering that anew would free nothing, and have it waited for.
+        # Backward begins with what forward ended with: gathering that again would free nothing, and could not overlap.
         kept = [whole.args[0] for (whole, _), group in zip(found, groups, strict=True) if _last(group, groups)]
         for (redistribute, local), group in zip(found, groups, strict=True):
             for node in (redistribute, local):
@@ -67,9 +67,9 @@ class GatherPlan:
 
 
 def _by_runs(places: Iterable[str]) -> list[str]:
-    """Return a name for each run of equal ``places``: what is read far apart is no group.
+    """Return a name for each run of equal ``places``: parameters that are read far apart form no group.
 
-    An embedding and a head that were gathered at once would have every gather between them start with theirs.
+    If an embedding and a head were gathered together, every gather between them would start with theirs.
     """
     groups: list[str] = []
     runs: Counter[str] = Counter()

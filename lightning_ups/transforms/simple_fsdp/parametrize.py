@@ -1,9 +1,9 @@
 """Sharding as plain tensor code: each parameter is a shard, and reading it gathers it.
 
-A module whose ``weight`` is sharded gets a class of its own in which ``weight`` is a property: a redistribution of the
-shard, which a compiler sees, schedules, and reverses in backward as a reduction. Names, state dicts and optimizers meet
-the shards. What a read gives is decided by one switch: whole within a step, the shard itself otherwise, so that
-whoever initialises, restores, ties or groups parameters does that to shards.
+A module whose ``weight`` is sharded gets a subclass in which ``weight`` is a property: a redistribution of the shard,
+which a compiler traces and schedules, and which becomes a reduction in backward. Names, state dicts and optimizers see
+the shards. One switch decides what a read returns: the whole parameter within a step, the shard otherwise, so that code
+that initializes, restores, ties or groups parameters works on shards.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -51,7 +51,7 @@ __all__ = [
     "shards_of",
 ]
 
-_LARGE = 2**20  # elements: what is worth a dimension other than the first
+_LARGE = 2**20  # elements: large enough to shard along another dimension than the first
 _Names = dict[str, tuple[bool, bool]]  # of parameters: whether they are cast, and whether they are split
 
 
@@ -60,18 +60,18 @@ class ParametriseOptions(GatherOptions):
     """How parameters are sharded and gathered.
 
     Args:
-        reshard_after_forward: Gather anew for the backward, rather than keep what the forward gathered.
+        reshard_after_forward: Gather again for the backward, instead of keeping what the forward gathered.
     """
 
     reshard_after_forward: bool = True
 
 
 class Gathering:
-    """Whether, and how, reading a parameter of one model gathers it. Copies of the model share it.
+    """Decides whether, and how, reading a parameter of one model gathers it. Copies of the model share it.
 
     Args:
-        mesh: The devices that shards and copies lie on.
-        options: How.
+        mesh: The devices of shards and replicas.
+        options: The options.
     """
 
     def __init__(self, mesh: DeviceMesh, options: ParametriseOptions) -> None:
@@ -79,10 +79,10 @@ class Gathering:
         self.mesh, self.options = mesh, options
         self._whole = tuple(Replicate() for _ in range(mesh.ndim))
         self._mean = tuple(Partial("avg") for _ in range(mesh.ndim))
-        self.noted = 0  # a checksum of what training steps called and gathered, in that order
-        self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # of roots of which something is split
+        self.noted = 0  # a checksum of what training steps called and gathered, in order
+        self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # of roots with split parameters
         self._notes = False
-        self._before: list[bool] = []  # of the calls that are open
+        self._before: list[bool] = []  # of the calls in progress
         self._read: list[tuple[Tensor, int, Tensor]] = []
 
     def __deepcopy__(self, memo: Any) -> Self:
@@ -90,7 +90,7 @@ class Gathering:
 
     @contextmanager
     def reading(self, *, whole: bool) -> Iterator[None]:
-        """Let reads give whole parameters, or shards, until the end of the context; contexts nest."""
+        """Let reads return whole parameters, or shards, while the context is open; contexts nest."""
         before, self.active = self.active, whole
         try:
             yield
@@ -99,7 +99,7 @@ class Gathering:
 
     @contextmanager
     def noting(self, *, training: bool) -> Iterator[None]:
-        """Note what is called and gathered until the end of the context, if it is a step of training."""
+        """Record calls and gathers while the context is open, if it is a training step."""
         before, self._notes = self._notes, training
         try:
             yield
@@ -107,15 +107,16 @@ class Gathering:
             self._notes = before
 
     def note(self, what: str) -> None:
-        """Take account of a call or a gather, which all devices must make at the same place if anything is split."""
+        """Record a call or a gather, which all devices must make in the same order if anything is split."""
         if self._notes and num_shares(self.mesh) > 1:
             self.noted = crc32(what.encode(), self.noted)
 
     def placements(self, parameter: Tensor) -> tuple[Placement, ...]:
-        """Return how ``parameter`` is sharded: along a dimension that all devices share alike, or not at all.
+        """Return how ``parameter`` is sharded: along a dimension that splits evenly, or not at all.
 
-        Unlike shares would make unlike graphs, whose collectives may not meet. Other dimensions than the first are for
-        what is large: stock callbacks compare parameters, and torch cannot compare all ways of sharding.
+        Uneven shards would make different graphs, whose collectives may not match. Other dimensions than the first are
+        used only for large parameters: stock callbacks compare parameters, and torch cannot compare all kinds of
+        shards.
         """
         size = num_shares(self.mesh)
         even = [dim for dim, length in enumerate(parameter.shape) if length and length % size == 0]
@@ -124,12 +125,12 @@ class Gathering:
         return *self._whole[1:], Shard(even[0])
 
     def whole(self, shard: Tensor, *, cast: bool, splits: bool = True) -> Tensor:
-        """Return ``shard`` gathered, such that its gradient is averaged and sharded; compilers trace this.
+        """Return ``shard`` gathered, such that its gradient is averaged and sharded; traced by compilers.
 
         Args:
             shard: A parameter.
-            cast: Whether it is gathered in the type of the computation.
-            splits: Whether it is split at all. If not, its gradient is left for the caller to average.
+            cast: Whether it is gathered in the dtype of the computation.
+            splits: Whether it is split. If not, the caller must average its gradient.
         """
         assert isinstance(shard, DTensor)
         dtype = self.options.param_dtype if cast else None
@@ -144,21 +145,21 @@ class Gathering:
         return gathered.to_local(grad_placements=self._mean)
 
     def watched(self, whole: Tensor, shard: Tensor) -> Tensor:
-        """Return ``whole`` such that writing to it, which would be lost, is noticed by `check_unwritten`."""
+        """Return ``whole`` such that `check_unwritten` notices writes to it, which would be lost."""
         seen = whole.as_subclass(_Whole)
         seen.shard, seen.gathering = shard, self
         self.watch(seen, shard)
         return seen
 
     def watch(self, tensor: Tensor, shard: Tensor) -> None:
-        """Remember in which state ``tensor``, or a view of it, was when it was read."""
+        """Record the version that ``tensor``, or a view of it, had when it was read."""
         self._read.append((tensor, tensor._version, shard))
 
     def check_unwritten(self, model: nn.Module) -> None:
-        """Raise if what was gathered since the last call was written to.
+        """Raise if a gathered parameter was written to since the last call.
 
         Raises:
-            RuntimeError: If so; the message names the parameters.
+            RuntimeError: In that case; the error names the parameters.
         """
         written = {id(shard) for tensor, version, shard in self._read if tensor._version != version}
         self.forget()
@@ -167,13 +168,13 @@ class Gathering:
             raise RuntimeError(_lost(", ".join(names)))
 
     def forget(self) -> None:
-        """Hold on to nothing that was gathered."""
+        """Drop references to gathered parameters."""
         self._read.clear()
 
-    # Hooks of the model and its roots, so that a call outside of a step gathers too.
+    # Hooks of the model and its roots, so that a call outside of a step gathers, too.
 
     def begin_call(self, module: nn.Module, *_: Any) -> None:
-        """Gather what is read from here on."""
+        """Gather parameters that are read from here on."""
         if not torch.compiler.is_compiling():
             if module in self.names:
                 self.note(self.names[module])
@@ -181,7 +182,7 @@ class Gathering:
             self.active = True
 
     def end_call(self, module: nn.Module, *_: Any) -> None:
-        """Gather as before `begin_call`; at the end of a call outside of a step, look for what was written in it."""
+        """Undo `begin_call`; at the end of a call outside of a step, check for writes."""
         if not torch.compiler.is_compiling():
             self.active = self._before.pop()
             if not self.active:
@@ -198,7 +199,7 @@ def _lost(name: str) -> str:
 
 
 class _Whole(Tensor):
-    """A gathered parameter as code that is not compiled sees it; what is computed from it is a plain tensor."""
+    """A gathered parameter in code that is not compiled; results computed from it are plain tensors."""
 
     __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]  # which is none
     shard: Tensor
@@ -206,7 +207,7 @@ class _Whole(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        # It counts its own writes.
+        # It has its own version counter.
         alias = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         self.gathering.watch(alias, self.shard)
         return alias
@@ -239,10 +240,10 @@ class _Whole(Tensor):
 
 @dataclass(frozen=True, kw_only=True)
 class Parametrised(ShardRecord):
-    """What was done to a model.
+    """How a model was sharded.
 
     Args:
-        options: How.
+        options: The options.
         gathering: The switch of its parameters.
     """
 
@@ -252,19 +253,19 @@ class Parametrised(ShardRecord):
 
 
 def parametrised(model: nn.Module) -> Parametrised | None:
-    """Return what ``parametrise`` did to ``model``, or None."""
+    """Return how ``parametrise`` has sharded ``model``, or None."""
     record = recall(model)
     return record if isinstance(record, Parametrised) else None
 
 
 def is_parametrised(model: nn.Module) -> bool:
-    """Return whether reading a parameter anywhere in ``model`` gathers it."""
+    """Return whether any parameter in ``model`` is gathered when it is read."""
     return any(_gathering_of(module) is not None for module in model.modules())
 
 
 @contextmanager
 def shards_of(model: nn.Module) -> Iterator[None]:
-    """Let reads of the parameters of ``model`` give shards, also within a step, until the end of the context."""
+    """Let reads of the parameters of ``model`` return shards, also within a step, while the context is open."""
     with ExitStack() as stack:
         for gathering in dict.fromkeys(map(_gathering_of, model.modules())):
             if gathering is not None:
@@ -280,33 +281,33 @@ def parametrise(
     mesh: DeviceMesh,
     options: ParametriseOptions,
 ) -> Parametrised:
-    """Shard ``model``, in place, over the data-parallel part of ``mesh``; every rank gets shards of rank 0's values.
+    """Shard ``model`` in place over the data-parallel part of ``mesh``; all ranks get shards of rank 0's values.
 
-    A model that an earlier run sharded in the same way keeps its shards. Scalars, and what the devices cannot share
-    alike, stay whole: their gradients are for the caller to average.
+    A model that an earlier run sharded in the same way keeps its shards. Scalars, and parameters that do not split
+    evenly, are replicated: the caller must average their gradients.
 
     Args:
-        model: What is trained. Its steps need not be its ``forward``.
-        blocks: Modules inside it by name, whose inputs are cast, as those of roots are.
+        model: The model. Its steps need not be its ``forward``.
+        blocks: Submodules by name. Their inputs are cast, as those of roots are.
         roots: Its outermost modules that have a forward.
         mesh: A mesh with the dimension ``data_parallel``.
-        options: How.
+        options: The options.
 
     Raises:
-        ValueError: If it was sharded in another way, or if it holds what cannot be sharded so.
+        ValueError: If it was sharded in another way, or contains something that cannot be sharded.
     """
     layout = layout_of(mesh)
     if (earlier := recall(model)) is not None:
         check_same(model, before=earlier.options, now=options, layout_before=earlier.layout, layout=layout)
         assert isinstance(earlier, Parametrised)
-        earlier.gathering.forget()  # what an exception left
+        earlier.gathering.forget()  # left by an exception
         return earlier
     check_parametrisable(model)
     outermost = list(roots)
     gathering = Gathering(data_mesh(mesh), options)
     share = _share(blocks.values(), model)
     names = {p: name for name, p in model.named_parameters()}
-    # A recurrent layer keeps its weights a second time, in a list that no property stands before.
+    # A recurrent layer keeps its weights in a second list, which a property cannot intercept.
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     in_lists = {p for module in recurrent for p in module.parameters()}
     whole = [p for p in names if p.dim() == 0 or p in in_lists]
@@ -340,10 +341,10 @@ def parametrise(
 
 
 def check_parametrisable(model: nn.Module) -> None:
-    """Raise if ``model`` holds what cannot be sharded so.
+    """Raise if ``model`` contains something that cannot be sharded by parametrization.
 
     Raises:
-        ValueError: If so.
+        ValueError: In that case.
     """
     refuse_lazy(model)
     refuse_one_memory(model)
@@ -392,7 +393,7 @@ def _bytes(parameters: Iterable[Tensor]) -> int:
 
 
 def _start_alike(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
-    """Bring buffers, and what stays whole, to the device, with the values of the first rank."""
+    """Move buffers and replicated parameters to the device, with the values of rank 0."""
     found = [tensor for tensor in tensors if not tensor.is_meta]
     for tensor in found:
         tensor.data = tensor.data.to(device_of(mesh))
@@ -401,7 +402,7 @@ def _start_alike(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def _shard(parameter: nn.Parameter, gathering: Gathering) -> nn.Parameter:
-    """Return this rank's part of the first rank's values; one parameter at a time is whole on the device."""
+    """Return this rank's part of rank 0's values; only one whole parameter at a time is on the device."""
     mesh, placements = gathering.mesh, gathering.placements(parameter)
     whole = parameter.detach()
     if not whole.is_meta:
@@ -412,7 +413,7 @@ def _shard(parameter: nn.Parameter, gathering: Gathering) -> nn.Parameter:
     stride = torch.empty(whole.shape, device="meta").stride()
     shard = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
     made = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-    for name, mark in vars(parameter).items():  # for optimizers and initialisers
+    for name, mark in vars(parameter).items():  # for optimizers and initializers
         setattr(made, name, mark)
     return made
 
@@ -424,12 +425,12 @@ def _splits(parameter: Tensor) -> bool:
 def _replace(
     module: nn.Module, shards: Mapping[nn.Parameter, nn.Parameter], *, casts: Collection[str] | None
 ) -> _Names:
-    """Put shards in the places of parameters; return their names, whether they are cast, and whether split.
+    """Replace parameters by shards; return their names, whether they are cast, and whether they are split.
 
     Args:
-        module: What holds the parameters.
-        shards: By the parameter that each replaces.
-        casts: The names of those that are cast; None: by their types.
+        module: The module with the parameters.
+        shards: The shard of each parameter.
+        casts: The names of those that are cast; None: decided by dtype.
     """
     its: _Names = {}
     for name, p in module._parameters.items():
@@ -440,7 +441,7 @@ def _replace(
 
 
 def _is_cast(module: nn.Module, parameter: nn.Parameter) -> bool:
-    # Running statistics are float32, and kernels of norms want weights of that type; wider types were chosen.
+    # Running statistics are float32, and kernels of norms require weights of that dtype; wider dtypes were chosen.
     is_low = parameter.is_floating_point() and parameter.dtype.itemsize <= 4
     return is_low and not isinstance(module, NormWithStatistics)
 
@@ -454,7 +455,7 @@ def _give_class(module: nn.Module, names: _Names, gathering: Gathering, classes:
 
 
 class _NoSubclass:
-    """What ``__init_subclass__`` of a module's class, a registry's perhaps, does not hear of."""
+    """Skips the ``__init_subclass__`` of a module's class, which may be a registry."""
 
     def __init_subclass__(cls) -> None:
         pass
@@ -516,10 +517,10 @@ def _cast(
     uncast: Collection[nn.Module],
     recurrent: Iterable[nn.Module],
 ) -> ExitStack:
-    stack = ExitStack()  # never closed: what is sharded stays so
+    stack = ExitStack()  # never closed: the sharding stays
     if (low := options.module_dtype) is not None:
         recurrent = {module for module in recurrent if module not in uncast and not is_wide(module)}
-        for module in recurrent:  # its weights stay as they are
+        for module in recurrent:  # its weights are not replaced
             out = options.output_dtype if module in roots else low
             stack.enter_context(cast_around([module], inputs=torch.float32, outputs=out))
         roots = [root for root in roots if root not in recurrent and (root in uncast or not is_wide(root))]

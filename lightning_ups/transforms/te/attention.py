@@ -1,4 +1,4 @@
-"""Attention by Transformer Engine, in float8 where its recipe says so, wherever a block calls torch's.
+"""Attention by Transformer Engine, in float8 if its recipe says so, in place of torch's function.
 
 Shape suffixes: B batch, T position, H query heads, K heads of keys and values, E width of a head.
 """
@@ -21,11 +21,11 @@ __all__ = ["EngineAttention", "engine_attention"]
 
 
 class EngineAttention:
-    """The modules of Transformer Engine that replace calls of attention, by block and by their order in it.
+    """The modules of Transformer Engine that replace attention calls, by block and call order.
 
     Args:
         recipe: The recipe.
-        made: Transformer Engine's own object of it.
+        made: Transformer Engine's object for the recipe.
     """
 
     def __init__(self, recipe: Recipe, made: Any) -> None:
@@ -34,7 +34,7 @@ class EngineAttention:
         self._recipe, self._made = recipe, made
 
     def module(self, key: tuple[str, int], q_BHTE: Tensor, k_BKTE: Tensor, scale: float | None) -> Any:
-        """Return the module of this call, made when it is first called."""
+        """Return the module for this call, created in the first call."""
         if key not in self.modules:
             self._check_width(key[0], q_BHTE)
             made = attention_for(q_BHTE.shape[1], q_BHTE.shape[3], groups=k_BKTE.shape[1], scale=scale)
@@ -54,15 +54,15 @@ class EngineAttention:
 
 @contextmanager
 def engine_attention(blocks: Mapping[str, nn.Module], recipe: Recipe, made: Any) -> Iterator[EngineAttention]:
-    """Let Transformer Engine compute what ``blocks`` ask of ``scaled_dot_product_attention`` within its autocast.
+    """Let Transformer Engine compute the calls of ``scaled_dot_product_attention`` in ``blocks``, in its autocast.
 
-    Attention that is not causal, or has a mask or dropout, is an error there: it would silently be another. So is what
-    has no kernel.
+    Attention that is not causal, or that has a mask or dropout, raises an error, since it would silently compute
+    something else. So does attention without a kernel.
 
     Args:
         blocks: Modules by name.
         recipe: The recipe.
-        made: Transformer Engine's own object of it.
+        made: Transformer Engine's object for the recipe.
     """
     attention = EngineAttention(recipe, made)
     with ExitStack() as undo:
@@ -115,7 +115,7 @@ class _Routing(TorchFunctionMode):
         self._attention.total += 1
         try:
             out_BTD = module(*(heads.transpose(1, 2) for heads in (query, key, value)))
-        except ValueError as error:  # that there is no kernel
+        except ValueError as error:  # there is no kernel
             raise RuntimeError(
                 f"{self._block} calls attention that Transformer Engine has no float8 kernel for here, with queries"
                 f" {tuple(query.shape)} and keys {tuple(key.shape)}: {str(error).rstrip('.')}."

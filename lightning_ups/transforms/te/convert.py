@@ -1,4 +1,4 @@
-"""Linear layers, norms and feed-forward networks computed by Transformer Engine, in place and reversibly."""
+"""Lets Transformer Engine compute linear layers, norms and feed-forward networks, in place and reversibly."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -27,21 +27,21 @@ from lightning_ups.transforms.te.modules import (
 __all__ = ["Fuse", "TEConversion", "convert_to_te"]
 
 Fuse = Literal["auto", "all", "none"]
-MULTIPLE = 16  # what products in float8 ask of a weight's dimensions
+MULTIPLE = 16  # float8 products require multiples of this in both dimensions of a weight
 
 
 @dataclass(frozen=True, kw_only=True)
 class TEConversion:
-    """What a conversion did, and what it needs while it holds.
+    """The result of a conversion, and its state.
 
     Args:
-        converted: The class of Transformer Engine that computes each module, by name; a norm within a fusion has that
+        converted: The class of Transformer Engine that computes each module, by name; for a norm in a fusion, the class
             of the fusion.
-        skipped: Why the others are not, by name.
-        apart: Why norms of known blocks are not computed within what reads them, by name.
-        theirs: Modules of Transformer Engine that the model has itself.
-        calls: Which modules ran.
-        borrowers: The modules of Transformer Engine, by the name of what each computes, or of the first that it does.
+        skipped: Why other modules are not converted, by name.
+        apart: Why norms of known blocks are not fused, by name.
+        theirs: Modules of Transformer Engine that the model itself contains.
+        calls: Records which modules ran.
+        borrowers: The modules of Transformer Engine, by the name of the (first) module that each computes.
     """
 
     converted: Mapping[str, str]
@@ -54,45 +54,45 @@ class TEConversion:
 
     @property
     def kinds(self) -> Counter[str]:
-        """How many modules of each class of Transformer Engine there are."""
+        """The number of modules of each class of Transformer Engine."""
         return Counter(borrower.kind for borrower in self.borrowers.values())
 
     @property
     def layouts(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """For each module by name: its parameters by Transformer Engine's names, each as names in the model."""
+        """For each module by name: Transformer Engine's parameter names, and the model's names for each."""
         return {
             name: {theirs: tuple(slot.name for slot in slots) for theirs, slots in borrower.slots.items()}
             for name, borrower in self.borrowers.items()
         }
 
     def lay_together(self) -> None:
-        """Give weights that are computed as one a common memory; on the device where they stay."""
+        """Give weights that are computed as one product a common memory, on the device on which they stay."""
         for slots in self._joined():
             lay_together(slots)
 
     def undo(self) -> None:
-        """Give each module its own forward back, with the weights that it has now."""
+        """Restore each module's own forward, with its current weights."""
         self._undo.close()
         for slots in self._joined():
             for slot in slots:
                 if slot.value.untyped_storage().nbytes() > slot.value.numel() * slot.value.element_size():
                     slot.value.data = slot.value.data.clone()
-        if not self.theirs:  # which would be forgotten with ours
+        if not self.theirs:  # otherwise theirs would be dropped, too
             forget_scales()
 
     def scales(self) -> dict[str, dict[str, Tensor]]:
-        """Return the scales and maxima of delayed scaling, by the name of the module."""
+        """Return the scales and maxima of delayed scaling, by module name."""
         found = {name: scales(borrower.module) for name, borrower in self.borrowers.items()}
         return {name: state for name, state in found.items() if state}
 
     def begin_scales(self, *, recipe: Any) -> None:
-        """Let modules that have no scales of delayed scaling begin with some that lose no gradients."""
+        """Initialize missing scales of delayed scaling with values that do not flush gradients to zero."""
         for borrower in self.borrowers.values():
             if borrower.num_products:
                 begin_scales(borrower.module, recipe=recipe, num_products=borrower.num_products)
 
     def set_scales(self, state: Mapping[str, Mapping[str, Tensor]], *, recipe: Any) -> list[str]:
-        """Put them back, and return the names of the modules that had none, which start anew."""
+        """Restore scales, and return the names of the modules without any, which start from initial values."""
         products = {name: borrower for name, borrower in self.borrowers.items() if borrower.num_products}
         for name, borrower in products.items():
             if name in state:
@@ -120,28 +120,28 @@ def convert_to_te(
     in_float8: bool = False,
     losers: Mapping[str, str] | None = None,
 ) -> TEConversion:
-    """Let Transformer Engine compute linear layers, norms and networks of ``module``, in place; nothing is renamed.
+    """Let Transformer Engine compute linear layers, norms and networks of ``module``, in place; names do not change.
 
-    Left out, each with its reason, are linear layers whose dimensions are no multiples of ``multiple``, what has a
-    forward of its own, norms that Transformer Engine does not have, and, unless ``head`` or ``include`` says
-    otherwise, what is outside the blocks that repeat.
+    Some modules are left out, each with its reason: linear layers whose dimensions are not multiples of ``multiple``,
+    modules with their own forward, norms that Transformer Engine does not have, and, unless ``head`` or ``include``
+    says otherwise, modules outside the blocks that repeat.
 
     Args:
         module: The module.
-        include: Patterns of names of linear layers and norms. None: those in the blocks.
-        exclude: Patterns of names that stay as they are.
-        head: Also convert what is outside the blocks.
-        norms: Also convert norms that are in no fusion.
-        fuse: Whether norms are computed within what reads them, in blocks that are known: ``"all"``, ``"none"``, or
-            ``"auto"``, which leaves out under sharding what would join weights that are gathered apart.
-        fusions: Further ones, by patterns.
+        include: Patterns of linear layers and norms. None: those in the blocks.
+        exclude: Patterns of modules to leave out.
+        head: Also convert modules outside of the blocks.
+        norms: Also convert norms that are not fused.
+        fuse: Whether norms of known blocks are fused with the layers that read them: ``"all"``, ``"none"``, or
+            ``"auto"``, which under sharding leaves out fusions that would join weights of separate gathers.
+        fusions: More fusions, by patterns.
         sharded: Whether FSDP2 gathers the parameters.
-        multiple: Of what the dimensions of weights must be multiples.
-        once: Whether each module may run once only in a training step.
-        in_float32: Patterns of submodules that compute in float32, and so are left as they are with all in them.
-        in_float8: Whether it is about products in float8, and norms alone are nothing.
-        losers: Modules that stay as they are since they would be slower, and the reason, by name. That nothing is left
-            to convert is then no error.
+        multiple: The dimensions of weights must be multiples of this.
+        once: Whether each module may run only once in a training step.
+        in_float32: Patterns of submodules that compute in float32, and are left out with everything inside.
+        in_float8: Whether the products are in float8, so that converting only norms is not enough.
+        losers: Modules to leave out because they would be slower, with the reason, by name. If these are all, it is not
+            an error.
 
     Raises:
         ValueError: If a pattern matches nothing, or if nothing can be converted.
@@ -188,7 +188,7 @@ def _refuse_nothing(work: "_Work", module: nn.Module, *, in_float8: bool) -> Non
 
 
 class _Work:
-    """A conversion under way."""
+    """A conversion in progress."""
 
     def __init__(self, module: nn.Module, *, precise: Set[nn.Module], sharded: bool, calls: Calls) -> None:
         self._root, self._precise, self._sharded, self.calls = module, precise, sharded, calls
@@ -201,7 +201,7 @@ class _Work:
         self.borrowers: dict[str, Borrower] = {}
 
     def choose(self, *, include: Sequence[str] | None, exclude: Sequence[str], head: bool, multiple: int) -> None:
-        """Say of each linear layer and norm why it is left out, if it is."""
+        """Find out for each linear layer and norm why it is left out, if it is."""
         names, of = self._candidates, type(self._root).__name__
         for name, pattern in (_selected(names, exclude, of=of) if exclude else {}).items():
             self.skipped[name] = f"excluded by {pattern!r}"
@@ -218,12 +218,12 @@ class _Work:
                 self.skipped[name] = why
 
     def leave(self, losers: Mapping[str, str]) -> None:
-        """Leave out what would be slower, and its fusions; that some of these were asked for is no error."""
+        """Leave out modules that would be slower, and their fusions, even if the user named them."""
         self._losers = losers
         self.skipped |= {name: losers[name] for name in self._candidates if name in losers and name not in self.skipped}
 
     def fuse(self, asked: Sequence[Fusion], *, ready: bool, joining: bool, undo: ExitStack) -> None:
-        """Make the fusions, first those asked for."""
+        """Make the fusions, those of the user first."""
         for fusion in [*fusions_in(self._root, asked, ready=False)]:
             if any(name in self._losers for name in (fusion.norm, *fusion.parts)):
                 continue
@@ -243,7 +243,7 @@ class _Work:
                 self._fuse(fusion, undo)
 
     def convert_rest(self, *, norms: bool, undo: ExitStack) -> None:
-        """Convert what is in no fusion."""
+        """Convert the modules that are in no fusion."""
         for name, m in self._candidates.items():
             if name in self.converted or name in self.skipped:
                 continue
@@ -287,7 +287,7 @@ class _Work:
         return self._misfit(fusion)
 
     def _own_way(self, mlp: nn.Module) -> str | None:
-        if any(part in self._precise for part in mlp.modules()):  # an activation, say, which would not be called
+        if any(part in self._precise for part in mlp.modules()):  # such as an activation, which would not be called
             return "has a part that computes in float32"
         return _own_forward(mlp)
 

@@ -1,6 +1,6 @@
-"""How a module's forward becomes that of one of Transformer Engine's, and which values the fused ones accept.
+"""Replaces a module's forward by that of a Transformer Engine module, and checks the inputs of fused ones.
 
-The compiler sees none of it: a graph ends before such a module and another begins after it.
+The compiler does not trace it: each such module is a graph break.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,15 +19,15 @@ from lightning_ups.transforms.te.modules import Borrower
 __all__ = ["COMPUTED_WITHIN", "Calls", "Joint", "PassedOn", "computed_by", "is_computed"]
 
 Compute = Callable[[nn.Module, Tensor], Any]
-ROWS = 8  # what Transformer Engine's products in float8 ask of the number of rows
+ROWS = 8  # Transformer Engine's float8 products require a multiple of this number of rows
 
 
 class Calls:
-    """Which modules ran in one region of float8.
+    """Records which modules ran in one float8 region.
 
     Args:
-        rows: Of what the number of rows must be a multiple.
-        once: Whether each may run once only: delayed scaling keeps one maximum for each until the region ends.
+        rows: The number of rows must be a multiple of this.
+        once: Whether each module may run only once: delayed scaling keeps one maximum for each until the region ends.
     """
 
     def __init__(self, *, rows: int = ROWS, once: bool) -> None:
@@ -40,11 +40,11 @@ class Calls:
         self._ran.clear()
 
     def note(self, of: str, borrower: Borrower, value: Tensor) -> None:
-        """Note that the module of this name runs, and refuse what would be wrong or fail.
+        """Record that the module of this name runs, and raise if the result would be wrong.
 
         Raises:
-            ValueError: If the number of rows is not right.
-            RuntimeError: If it ran in this region already, or is recomputed in another precision.
+            ValueError: If the number of rows is invalid.
+            RuntimeError: If it already ran in this region, or is recomputed in another precision.
         """
         self.total += 1
         again, quantizing = in_backward(), is_quantizing()
@@ -78,23 +78,23 @@ class Calls:
 
 
 class PassedOn:
-    """A norm that is computed by what reads it: its own forward returns what it got."""
+    """A norm that is fused with the layers that read it: its own forward returns its input."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._passed: ReferenceType[Tensor] | None = None
 
     def __call__(self, module: nn.Module, value: Tensor) -> Tensor:
-        """Return ``value``, as another tensor that its reader knows again."""
+        """Return ``value``, as another tensor that its reader recognizes."""
         passed = value.view_as(value)
         self._passed = ref(passed)
         return passed
 
     def check(self, of: str, value: Tensor) -> None:
-        """Raise if ``value`` is not what the norm has passed on.
+        """Raise if ``value`` is not the output of the norm.
 
         Raises:
-            RuntimeError: If it is another.
+            RuntimeError: In that case.
         """
         passed, self._passed = self._passed, None
         if passed is not None and passed() is not value:
@@ -106,13 +106,13 @@ class PassedOn:
 
 
 class Joint:
-    """Linear layers that read one norm, computed as one product by whichever is called first.
+    """Linear layers that read one norm, computed as one product by the one that is called first.
 
     Args:
         borrower: Computes the product.
-        norm: What they read.
+        norm: The norm that they read.
         linears: The layers by name, in the order of the rows of the product.
-        calls: Notes each product.
+        calls: Records each product.
     """
 
     def __init__(self, borrower: Borrower, norm: PassedOn, linears: Mapping[str, nn.Linear], calls: Calls) -> None:
@@ -123,7 +123,7 @@ class Joint:
         self._parts: dict[nn.Module, Tensor] = {}
 
     def __call__(self, module: nn.Module, value: Tensor) -> Tensor:
-        """Return the part of the product that is the result of ``module``."""
+        """Return the part of the product that is the output of ``module``."""
         if module not in self._parts:
             self._compute(module, value)
         elif value is not self._value:
@@ -145,16 +145,16 @@ class Joint:
         self._parts = dict(zip(self._names, parts, strict=True))
 
 
-# A global, and not an attribute of the module: equal modules share their class, and with it their compilation. A
-# forward on each instance would be another for each layer: Dynamo would compile each of them, until it gives up.
+# A global, not an attribute of the module: equal modules share their class, and therefore its compilation. With a
+# forward on each instance, Dynamo would compile each layer until it gives up.
 _COMPUTED: dict[nn.Module, Compute] = {}
 COMPUTED_WITHIN: set[nn.Module] = set()  # layers of a network that is computed as one
 
 
-class computed_by:  # noqa: N801  (a context manager, and no generator: one that nobody holds would end by itself)
-    """Let ``compute(module, value)`` be the forward of ``module`` while the context is open.
+class computed_by:  # noqa: N801  (a context manager, not a generator: an unreferenced generator would end by itself)
+    """Use ``compute(module, value)`` as the forward of ``module`` while the context is open.
 
-    The module gets a subclass of its class, of the same name; a copy or a pickle of it has its own class again.
+    The module gets a subclass of its class, with the same name; a copy or a pickle of it has the original class.
     """
 
     def __init__(self, module: nn.Module, compute: Compute) -> None:
@@ -166,12 +166,12 @@ class computed_by:  # noqa: N801  (a context manager, and no generator: one that
 
     def __exit__(self, *_: object) -> None:
         del _COMPUTED[self._module]  # from here on its own forward runs
-        if type(self._module) is self._ours:  # FSDP2 puts a class of its own over it where it shards the module itself
+        if type(self._module) is self._ours:  # otherwise FSDP2 has put its own class over it
             self._module.__class__ = self._plain
 
 
 def is_computed(module: nn.Module) -> bool:
-    """Return whether the forward of ``module``, or of what it is computed within, is another's now."""
+    """Return whether the forward of ``module``, or of a module that it is fused into, is currently replaced."""
     return module in _COMPUTED or module in COMPUTED_WITHIN
 
 
@@ -185,15 +185,15 @@ def _computed_class(plain: type[nn.Module], *, passing: bool) -> type[nn.Module]
         return inner(self, *args, **kwargs) if compute is None else compute(self, _only(args, kwargs))
 
     def pass_on(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # In a graph nothing is passed by identity, and what reads it does not check.
+        # In a graph, tensors are not recognized by identity, and the reader does not check.
         return _only(args, kwargs) if torch.compiler.is_compiling() else forward(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:  # noqa: ARG001
-        # By an older protocol: the newer ones insist on the class that the module has.
+        # With an older protocol: newer ones require the class of the module.
         make, arguments, *state = plain.__reduce_ex__(self, 1)
         return make, tuple(plain if argument is ours else argument for argument in arguments), *state
 
-    # Of this file and not of torch.nn: Dynamo takes a module of that for one whose forward it knows.
+    # Defined in this file and not in torch.nn: Dynamo assumes that it knows the forwards of modules defined there.
     names = {"__module__": __name__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     methods = {"forward": pass_on if passing else forward, "__reduce_ex__": reduce}
     ours = new_class(plain.__name__, (plain,), exec_body=lambda body: body.update({**names, **methods}))

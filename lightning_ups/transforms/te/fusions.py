@@ -1,4 +1,4 @@
-"""Which norms are computed within the matrix products that read them, and which feed-forward networks as one."""
+"""Finds norms to fuse with the linear layers that read them, and feed-forward networks to compute as one module."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,23 +15,23 @@ __all__ = ["READY", "Fusion", "fusions_in"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:
-    """A norm and what alone reads its result: linear layers, or a feed-forward network.
+    """A norm and everything that reads its output: linear layers, or a feed-forward network.
 
-    The names are patterns, such as ``model.layers.*.ffn_norm``; ``*`` matches the same text in all of them.
-    Nothing else may read the norm's result: it is never computed by itself.
+    The names are patterns, such as ``model.layers.*.ffn_norm``; ``*`` matches the same text in all of them. Nothing
+    else may read the norm's output, because it is not computed separately.
 
     Args:
         norm: The norm.
         linears: The linear layers that read it, computed as one product.
-        mlp: Instead of them, the feed-forward network that reads it. It has nothing but the following parts.
-        first: Its linear layers from the norm's width: one, or, of a gated network, the one whose result is activated
-            and then the other.
+        mlp: Instead of ``linears``, the feed-forward network that reads it. It consists only of the following parts.
+        first: Its linear layers from the norm's width: one or, in a gated network, first the one whose output is
+            activated and then the other.
         second: Its linear layer back to that width.
-        activation: Its activation, by Transformer Engine's name: ``swiglu``, ``geglu``, ``gelu``, which is the
-            approximation by tanh, ``silu``, ``relu``, ...
+        activation: Its activation, with Transformer Engine's name: ``swiglu``, ``geglu``, ``gelu`` (the tanh
+            approximation), ``silu``, ``relu``, ...
 
     Raises:
-        ValueError: If it names both, neither, or half of a network.
+        ValueError: If both, neither, or only part of a network is named.
     """
 
     norm: str
@@ -40,7 +40,7 @@ class Fusion:
     first: Sequence[str] = ()
     second: str | None = None
     activation: str = "swiglu"
-    needs: str | None = field(default=None, repr=False)  # the class of the activation's module, for ready patterns
+    needs: str | None = field(default=None, repr=False)  # the class of the activation module, for known patterns
 
     def __post_init__(self) -> None:
         as_patterns(self.linears)
@@ -55,17 +55,17 @@ class Fusion:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Every name but that of the norm."""
+        """All names except that of the norm."""
         inside = [*self.first, self.second] if self.mlp is not None else []
         return tuple(name for name in (*self.linears, self.mlp, *inside) if name is not None)
 
     @property
     def joins(self) -> bool:
-        """Whether weights of several layers become one."""
+        """Whether the weights of several layers are joined."""
         return max(len(self.linears), len(self.first)) > 1
 
     def named(self, rename: Any) -> "Fusion":
-        """Return it with each name changed."""
+        """Return a copy with ``rename`` applied to each name."""
         return replace(
             self,
             norm=rename(self.norm),
@@ -91,7 +91,7 @@ _LLAMA = (
     ),
 )
 
-# By the class of a block, spelled with its module: a class of the same name elsewhere may be another thing.
+# By class name including the module: a class of the same name elsewhere may be different.
 READY: Mapping[str, tuple[Fusion, ...]] = MappingProxyType(
     {
         "lightning_ups.models.gpt.Block": _OURS,
@@ -103,16 +103,16 @@ READY: Mapping[str, tuple[Fusion, ...]] = MappingProxyType(
 
 
 def fusions_in(module: nn.Module, asked: Iterable[Fusion], *, ready: bool) -> Iterator[Fusion]:
-    """Yield each fusion in ``module``, by whole names: those of the patterns ``asked`` for, then those known.
+    """Yield each fusion in ``module``, with full names: first those of the patterns in ``asked``, then known ones.
 
     Raises:
-        ValueError: If a pattern matches nothing, or one name of a fusion has other stars than the norm.
+        ValueError: If a pattern matches nothing, or if the names of a fusion differ in their number of ``*``.
     """
     modules = dict(module.named_modules())
     for fusion in asked:
         yield from _matches(fusion, modules, of=type(module).__name__)
     for name, block in modules.items() if ready else ():
-        # FSDP2 has given those that an earlier fit sharded a class of its own.
+        # FSDP2 gives modules that an earlier fit sharded another class.
         plain = next(kind for kind in type(block).__mro__ if not issubclass(kind, FSDPModule))
         for fusion in READY.get(f"{plain.__module__}.{plain.__qualname__}", ()):
             found = fusion.named(lambda part, name=name: f"{name}.{part}" if name else part)
@@ -121,7 +121,7 @@ def fusions_in(module: nn.Module, asked: Iterable[Fusion], *, ready: bool) -> It
 
 
 def _activations(mlp: nn.Module) -> set[str]:
-    # Transformers has an own spelling of one of torch's.
+    # Transformers has its own version of one of torch's.
     return {type(child).__name__.removesuffix("Activation") for child in mlp.children()}
 
 

@@ -1,8 +1,7 @@
-"""Transformer Engine's modules, made for modules of torch whose parameters they borrow for each call.
+"""Transformer Engine modules that compute with the parameters of torch modules.
 
-Nothing moves and nothing is renamed: a linear layer, a norm or a feed-forward network stays where it is, with its
-parameters, and only its forward is another's. So optimizers, sharding, initialisation and checkpoints see the model
-that the user wrote.
+A linear layer, a norm or a feed-forward network stays where it is, with its parameters and names; only its forward is
+replaced. Optimizers, sharding, initialization and checkpoints therefore see the original model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from lightning_ups._compat.optional.te import engine, mark_fsdp2, out_of_sight
 
 __all__ = ["Borrower", "Norm", "Slot", "lay_together", "linear_for", "norm_for", "norm_linear_for", "norm_mlp_for"]
 
-# Of transformers: they multiply in the type of the input, where Transformer Engine does so before it rounds.
+# Activations of transformers that multiply in the dtype of the input, as Transformer Engine does before it rounds.
 _RMS = frozenset(
     f"{name}RMSNorm" for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Phi3", "Granite", "Olmo2")
 )
@@ -25,7 +24,7 @@ _ZERO_CENTERED = frozenset(f"{name}RMSNorm" for name in ("Gemma", "Gemma2", "Gem
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where a parameter is: the module that has it, its name there, and its name in the model."""
+    """The place of a parameter: its module, its name there, and its name in the model."""
 
     owner: nn.Module
     attribute: str
@@ -33,17 +32,17 @@ class Slot:
 
     @property
     def value(self) -> nn.Parameter:
-        """The parameter, as it is now: FSDP2 and others put another in its place."""
+        """The current parameter, which FSDP2 and others may replace."""
         return getattr(self.owner, self.attribute)
 
 
 class Borrower:
-    """A module of Transformer Engine that computes with the parameters of others.
+    """A Transformer Engine module that computes with the parameters of other modules.
 
     Args:
-        module: The module, made on the meta device.
-        slots: For each parameter of it, whose parameters it is, one below the other if there are several.
-        num_products: How many matrix products it makes.
+        module: The module, created on the meta device.
+        slots: For each of its parameters, the parameters of the model; several are stacked along the rows.
+        num_products: The number of its matrix products.
         sharded: Whether FSDP2 gathers the parameters.
     """
 
@@ -52,11 +51,11 @@ class Borrower:
     ) -> None:
         self.module, self.num_products = module, num_products
         self.slots = {name: tuple(of) for name, of in slots.items()}
-        self.was_quantizing = False  # in its last forward that was no recomputed one
+        self.was_quantizing = False  # in its last forward that was no recomputation
         if sharded:
             mark_fsdp2(module)
         for name in self.slots:
-            module._parameters[name] = None  # and not the module's own, which nobody needs
+            module._parameters[name] = None  # the module's own parameter is not needed
 
     @property
     def kind(self) -> str:
@@ -64,7 +63,7 @@ class Borrower:
         return type(self.module).__name__
 
     def __call__(self, value: Tensor) -> Any:
-        """Compute."""
+        """Compute the module's output."""
         self._borrow()
         try:
             with out_of_sight():
@@ -74,18 +73,18 @@ class Borrower:
 
     def _borrow(self) -> None:
         for name, slots in self.slots.items():
-            # Not by setattr: what is joined is no Parameter.
+            # Not with setattr: a joined weight is no Parameter.
             self.module._parameters[name] = joined([slot.value for slot in slots])  # pyright: ignore[reportArgumentType]
 
     def _let_go(self) -> None:
         for name, slots in self.slots.items():
-            if len(slots) > 1:  # which would keep its graph alive; the others are read in backward, by norms
+            if len(slots) > 1:  # would keep its graph alive; norms read the others in backward
                 self.module._parameters[name] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """What Transformer Engine must know of a norm."""
+    """The properties of a norm that Transformer Engine needs."""
 
     kind: str
     eps: float
@@ -98,7 +97,7 @@ class Norm:
 
     @classmethod
     def of(cls, module: nn.Module) -> "Norm | str | None":
-        """Return it; or why Transformer Engine has no such norm; or None if ``module`` is no norm at all."""
+        """Return them; or why Transformer Engine has no such norm; or None if ``module`` is not a norm."""
         name = type(module).__name__
         if type(module) is nn.LayerNorm:
             if not module.elementwise_affine or module.bias is None:
@@ -140,7 +139,7 @@ def norm_for(norm: nn.Module, *, name: str, sharded: bool) -> Borrower:
 
 
 def norm_linear_for(norm: tuple[str, nn.Module], linears: Mapping[str, nn.Linear], *, sharded: bool) -> Borrower:
-    """Return a ``te.LayerNormLinear`` for a norm and the linear layers that read it, one below the other."""
+    """Return a ``te.LayerNormLinear`` for a norm and the linear layers that read it, stacked along the rows."""
     what, first = _known(norm[1]), next(iter(linears.values()))
     module = engine().LayerNormLinear(
         first.in_features,
@@ -162,7 +161,7 @@ def norm_mlp_for(
     activation: str,
     sharded: bool,
 ) -> Borrower:
-    """Return a ``te.LayerNormMLP``; of a gated one, ``first`` is the half that is activated and then the other."""
+    """Return a ``te.LayerNormMLP``; in a gated one, ``first`` is the activated half followed by the other half."""
     what, last = _known(norm[1]), second[1]
     module = engine().LayerNormMLP(
         last.out_features,
@@ -178,7 +177,7 @@ def norm_mlp_for(
 
 
 def lay_together(slots: Sequence[Slot]) -> None:
-    """Give parameters one memory, one below the other, so that joining them copies nothing."""
+    """Give parameters one memory, stacked along the rows, so that joining them copies nothing."""
     parameters = [slot.value for slot in slots]
     if _are_together(parameters) or len({(p.dtype, p.device) for p in parameters}) > 1:
         return
@@ -188,7 +187,7 @@ def lay_together(slots: Sequence[Slot]) -> None:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return ``parts`` one below the other: a view where they lie so in memory."""
+    """Return ``parts`` stacked along the rows: a view if they are adjacent in memory."""
     if len(parts) == 1:
         return parts[0]
     return _Joined.apply(*parts) if _are_together(parts) else torch.cat([*parts])  # pyright: ignore[reportReturnType]
@@ -198,7 +197,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
         ctx.sizes, first = [len(part) for part in parts], parts[0]
-        # Not as_strided: its result would be known as a view of the first part, which is shorter.
+        # Not as_strided: autograd would treat its result as a view of the first part, which is shorter.
         return first.new_empty(0).set_(
             first.untyped_storage(), first.storage_offset(), (sum(ctx.sizes), *first.shape[1:]), first.stride()
         )

@@ -1,8 +1,7 @@
-"""Tensors under the names and in the layout of Transformer Engine's modules, and back.
+"""Converts tensors to the names and layout of Transformer Engine's modules, and back.
 
-A run of this package needs neither: its parameters keep their names. They are for weights that come from, or go to, a
-model that is built of Transformer Engine's modules. The tensors may be weights, their gradients or an optimizer's
-averages of them.
+Runs of this package need neither, since their parameters keep their names. The functions are for weights that come
+from, or go to, a model built of Transformer Engine modules. The tensors may be weights, gradients or optimizer moments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +11,14 @@ from torch import Tensor
 
 __all__ = ["Layouts", "from_te_names", "te_name_of", "to_te_names"]
 
-Layouts = Mapping[str, Mapping[str, Sequence[str]]]  # module, parameter of Transformer Engine, names in the model
+Layouts = Mapping[str, Mapping[str, Sequence[str]]]  # module, Transformer Engine's parameter, names in the model
 
 
 def to_te_names(tensors: Mapping[str, Tensor], layouts: Layouts) -> dict[str, Tensor]:
-    """Return ``tensors`` under Transformer Engine's names, with those of one product one below the other.
+    """Return ``tensors`` with Transformer Engine's names; weights of one product are stacked along the rows.
 
     Raises:
-        KeyError: If only some of the tensors of one product are there.
+        KeyError: If only some of the tensors of one product are present.
     """
     sources = _sources(layouts)
     found = {name: tensor for name, tensor in tensors.items() if name not in {s for of in sources.values() for s in of}}
@@ -30,12 +29,12 @@ def to_te_names(tensors: Mapping[str, Tensor], layouts: Layouts) -> dict[str, Te
 
 
 def from_te_names(tensors: Mapping[str, Tensor], layouts: Layouts, *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors`` under the names of the model; Transformer Engine's own state is left out.
+    """Return ``tensors`` with the names of the model, without Transformer Engine's own state.
 
     Args:
-        tensors: By Transformer Engine's names.
-        layouts: Where each comes from.
-        like: The model's tensors, whose lengths say where to part what is joined.
+        tensors: The tensors, with Transformer Engine's names.
+        layouts: The names of each in the model.
+        like: The model's tensors, whose sizes determine where joined tensors are split.
     """
     sources, found = _sources(layouts), {}
     for name, tensor in tensors.items():
@@ -48,7 +47,7 @@ def from_te_names(tensors: Mapping[str, Tensor], layouts: Layouts, *, like: Mapp
 
 
 def te_name_of(name: str, layouts: Layouts) -> str:
-    """Return the name of the parameter of Transformer Engine in which ``name`` is."""
+    """Return the name of the Transformer Engine parameter that contains ``name``."""
     return next((theirs for theirs, parts in _sources(layouts).items() if name in parts), name)
 
 

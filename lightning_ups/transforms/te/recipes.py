@@ -1,4 +1,4 @@
-"""The float8 recipes of Transformer Engine, one row for each."""
+"""The float8 recipes of Transformer Engine, one entry each."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +17,16 @@ class Recipe:
     Args:
         name: As users write it.
         engine_class: The class in ``transformer_engine.common.recipe``.
-        scales: Where scales come from, in words, for the documentation.
-        needs: What it needs, in words, for errors and the documentation.
-        check: The function of ``transformer_engine.pytorch`` that says whether a device has it.
-        rounding: How its operands are rounded: per ``"tensor"`` or ``"block"``; ``verify`` compares with a reference
-            that rounds so.
-        hybrid: Its gradients are in e5m2 unless the user chooses another number format.
-        multiple: Both dimensions of a weight must be multiples of it.
-        keeps_scales: It has scales from step to step, which checkpoints hold and which a module may set once a step.
-        compiles: It may be given with ``Compile``.
-        attention: The least compute capability on which it has float8 attention. None: it has none.
+        scales: How scales are computed, for the documentation.
+        needs: Its requirements, for errors and the documentation.
+        check: The function of ``transformer_engine.pytorch`` that returns whether a device supports it.
+        rounding: How operands are rounded: per ``"tensor"`` or ``"block"``. ``verify`` compares with a reference that
+            rounds in this way.
+        hybrid: Whether gradients are in e5m2 unless the user chooses another number format.
+        multiple: Both dimensions of a weight must be multiples of this number.
+        keeps_scales: Whether scales persist across steps: checkpoints contain them, and a module may run once per step.
+        compiles: Whether it works with ``Compile``.
+        attention: The minimum compute capability for float8 attention. None: it has none.
         options: The arguments of `TEPrecision` that only this recipe takes.
     """
 
@@ -59,7 +59,7 @@ class Recipe:
         reduce_amax: bool = False,
         attention: bool = False,
     ) -> Any:
-        """Return Transformer Engine's own object; a recipe without an option leaves its value out."""
+        """Return Transformer Engine's object for this recipe; options that the recipe lacks are ignored."""
         given = {"amax_history": amax_history, "amax_compute": amax_compute, "margin": margin}
         engine_names = {"amax_history": "amax_history_len", "amax_compute": "amax_compute_algo"}
         options: dict[str, Any] = {engine_names.get(name, name): given[name] for name in self.options}
@@ -68,14 +68,14 @@ class Recipe:
         return make_recipe(self.engine_class, number_format=number_format, attention=attention, **options)
 
     def why_not(self, device: torch.device) -> str | None:
-        """Return why it cannot run on ``device``, or None if it can."""
+        """Return why it does not run on ``device``, or None."""
         return why_not(self.check, device)
 
     def why_no_attention(self, device: torch.device, *, width: int | None = None) -> str | None:
-        """Return why attention cannot train by it on ``device``, with heads of this width, or None if it can.
+        """Return why attention cannot train with it on ``device``, with heads of this width, or None.
 
-        Transformer Engine says of its kernels only that there is none. They are cuDNN's: FlashAttention 3 has float8
-        for inference alone.
+        Transformer Engine does not say why it has no kernel. Its kernels are cuDNN's: FlashAttention 3 has float8 for
+        inference only.
         """
         if device.type != "cuda":
             return None

@@ -1,4 +1,4 @@
-"""Filling a tensor from the file it was saved in, or a part of it: each byte is read once, to where it belongs."""
+"""Fills a tensor, or a part of it, from the file it was saved in. Each byte is read once, into its final place."""
 
 from collections.abc import Callable
 from typing import IO
@@ -13,7 +13,7 @@ from lightning_ups.state.checkpoint.io.lanes import Lane, bytes_of
 
 __all__ = ["Template", "fill"]
 
-Template = tuple[Tensor, int] | None  # a tensor without its bytes, and where these begin
+Template = tuple[Tensor, int] | None  # a tensor without its bytes, and the offset of these
 
 
 @torch.no_grad()
@@ -26,21 +26,21 @@ def fill(
     lane: Lane,
     templates: dict[Ends, Template] | None = None,
 ) -> None:
-    """Fill ``target`` with the part of a saved tensor that ``item`` asks for.
+    """Fill ``target`` with the part of a saved tensor that ``item`` selects.
 
-    A part that is one run of the file is read as such, straight into memory of the host, or through the buffers of
-    ``lane`` into a GPU's. Of any other, the whole tensor is read, as torch's own reader reads every tensor.
+    A part that is contiguous in the file is read directly into host memory, or through the buffers of ``lane`` into GPU
+    memory. For any other part the whole tensor is read, as by torch's own reader.
 
     Args:
-        target: Of the shape of the part.
-        item: Which part.
-        view: What ``torch.save`` wrote of that tensor.
-        reader: Of the same bytes; its verifier may still be at work on them afterwards.
-        lane: Of this thread.
-        templates: Of tensors that were read before. Torch takes half a millisecond to parse one.
+        target: A tensor with the shape of the part.
+        item: The selected part.
+        view: The bytes that ``torch.save`` wrote for the tensor.
+        reader: A reader of the same bytes; its verifier may still use them when this returns.
+        lane: The lane of this thread.
+        templates: Tensors that were read before. Torch takes half a millisecond to parse one.
 
     Raises:
-        ValueError: If the part has another shape, the file ends before, or it is not what was written.
+        ValueError: If the shapes differ, the file is too short, or it differs from what was written.
     """
     if target.shape != item.lengths:
         raise ValueError(f"a part of shape {tuple(item.lengths)} cannot fill one of {tuple(target.shape)}")
@@ -71,7 +71,7 @@ def fill(
 
 
 def _template(view: IO[bytes], ends: Ends | None, known: dict[Ends, Template]) -> Template:
-    if ends is None or not ends.head:  # all of it may be anything
+    if ends is None or not ends.head:  # it may contain anything
         return template(view)
     if ends not in known:
         known[ends] = template(view)
@@ -87,7 +87,7 @@ def _fill_row(target: Tensor, read: Callable[[memoryview, int], Unverified | Non
 
 
 def _start_of_run(saved: Tensor, item: ReadItem) -> int | None:
-    """Return where the part begins in the bytes of the contiguous tensor ``saved``, or None if it is no single run."""
+    """Return the byte offset of the part in the contiguous tensor ``saved``, or None if it is not contiguous."""
     partial = False
     for size, length in zip(reversed(saved.shape), reversed(item.lengths), strict=True):
         if partial and length != 1:

@@ -1,12 +1,12 @@
-"""Moving the bytes of tensors between memory, of the host or of a GPU, and files: several at once.
+"""Moves the bytes of tensors between host or GPU memory and files, several at once.
 
-A lane is what one thread needs. From and to the host it moves the bytes as they lie. Between a GPU and a file it has
-two small pinned buffers, which take turns: while the file is written from one, the GPU fills the other. The GPU also
-adds up the rows of each tensor, see Note [Sums on the device].
+A lane is the working state of one thread. It moves bytes of the host directly. Between a GPU and a file it alternates
+between two small pinned buffers: while the file is written from one, the GPU fills the other. The GPU also sums the
+rows of each tensor, see Note [Sums on the device].
 
-Note [Who has a lane]. A lane that is at work belongs to that work alone. It is kept for the next only when all that
-worked beside it have ended well; after an error or an interrupt, wherever that came, nobody uses its buffers again. The
-work itself ends before the error is out: threads look between pieces whether they are to stop.
+Note [Who has a lane]. A lane in use belongs to one call alone. It is kept for the next call only if all threads of the
+call have ended without an error; after an error or an interrupt, nobody uses its buffers again. All threads end before
+the error is raised: they check between pieces whether they must stop.
 """
 
 import heapq
@@ -37,16 +37,17 @@ from lightning_ups.state.checkpoint.checksums import (
 __all__ = ["Lane", "Lanes", "bytes_of", "lanes_by_default", "on_this_gpu", "spread", "wait_for_devices"]
 
 T = TypeVar("T")
-PIECE = 8 * 2**20  # bytes: long for a bus, and two for each lane still lie in the caches of a server
+PIECE = 8 * 2**20  # bytes: long enough for the bus, while two per lane fit into the caches of a server
 MOST = 8
 _PLAIN = (Tensor, nn.Parameter)
 WORTH = 16 * 2**20  # bytes for which another lane is opened
-MOST_ROWS = 2**17  # whose sums, a MiB of them, are verified at once
-SMALL = 64 * 2**10  # bytes: what is no larger keeps Python busy and not the disk, and threads only disturb each other
+MOST_ROWS = 2**17  # their sums, a MiB, are verified at once
+# bytes: smaller tensors are bound by Python and not by the disk, and threads only disturb each other
+SMALL = 64 * 2**10
 
 
 def lanes_by_default() -> int:
-    """Return how many lanes a rank has: its share of the cores, 8 at most."""
+    """Return the number of lanes of a rank: its share of the cores, at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if torch.cuda.is_available():
@@ -55,7 +56,7 @@ def lanes_by_default() -> int:
 
 
 def spread(items: Iterable[T], *, nbytes: Callable[[T], int], parts: int) -> list[list[T]]:
-    """Return ``items`` in up to ``parts`` lists with about as many bytes each; none is empty."""
+    """Return ``items`` in up to ``parts`` non-empty lists of about equal total bytes."""
     loads = [(0, number, list[T]()) for number in range(parts)]
     for item in sorted(items, key=nbytes, reverse=True):
         load, number, chosen = heapq.heappop(loads)
@@ -65,7 +66,7 @@ def spread(items: Iterable[T], *, nbytes: Callable[[T], int], parts: int) -> lis
 
 
 def bytes_of(tensor: Tensor) -> Tensor | None:
-    """Return the memory of a tensor as one row of bytes, without a copy; None if it has gaps, or is not plain."""
+    """Return the memory of a tensor as a row of bytes, without a copy; None if it is not contiguous, or not plain."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     if tensor.is_conj() or tensor.is_neg():
@@ -79,15 +80,15 @@ def bytes_of(tensor: Tensor) -> Tensor | None:
 
 
 def wait_for_devices(tensors: Iterable[Any]) -> None:
-    """Wait for what this thread has asked the GPUs of ``tensors`` to do: lanes have streams of their own."""
+    """Wait for the work that this thread has queued on the GPUs of ``tensors``: lanes use other streams."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
 def on_this_gpu() -> Callable[[], AbstractContextManager[Any]]:
-    """Return a context in which another thread uses the GPU that this one uses.
+    """Return a context manager with which another thread uses this thread's current GPU.
 
-    A new thread begins with the first GPU. What it asked of CUDA would take hundreds of megabytes there for each rank.
+    A new thread starts with the first GPU. Its first CUDA call would take hundreds of megabytes there for each rank.
     """
     if not torch.cuda.is_initialized():
         return nullcontext
@@ -95,25 +96,25 @@ def on_this_gpu() -> Callable[[], AbstractContextManager[Any]]:
 
 
 class Lanes:
-    """Lanes whose buffers are kept for the next time, see Note [Who has a lane].
+    """Lanes whose buffers are reused, see Note [Who has a lane].
 
     Args:
-        count: How many work at once; None decides by the cores of this machine, and opens none for a few megabytes.
+        count: The number of concurrent lanes; None: by the cores of this machine, and none for a few megabytes.
     """
 
     def __init__(self, count: int | None = None) -> None:
         self._count, self._lanes = count, list[Lane]()
 
     def count(self, sizes: Iterable[int]) -> int:
-        """Return how many lanes move tensors of these ``sizes``, in bytes."""
+        """Return the number of lanes for tensors of these ``sizes``, in bytes."""
         worth = sum(nbytes for nbytes in sizes if nbytes > SMALL)
         return self._count or max(1, min(lanes_by_default(), -(-worth // WORTH)))
 
     def run(self, work: Callable[["Lane", int, T], Any], parts: Sequence[T]) -> None:
-        """Call ``work`` with a lane, a number, and the part of that number, for all at once.
+        """Call ``work`` with a lane, an index, and the part of that index, for all parts concurrently.
 
         Raises:
-            BaseException: What interrupted this thread, or the first that one of them raised, once all have ended.
+            BaseException: What interrupted this thread, or the first error of a thread, once all have ended.
         """
         lanes, self._lanes = self._lanes, []
         lanes += [Lane() for _ in range(len(parts) - len(lanes))]
@@ -136,14 +137,14 @@ class Lanes:
         self._lanes += lanes
 
     def close(self) -> None:
-        """Give the buffers back."""
+        """Free the buffers."""
         for lane in self._lanes:
             lane.close()
         self._lanes = []
 
 
 class _Crew:
-    """Threads that work at once, this one among them, each with a lane; they stop at the first error."""
+    """Threads that work concurrently, including this one, each with a lane; they stop at the first error."""
 
     def __init__(self, lanes: Sequence["Lane"], work: Callable[[int], Any], *, size: int) -> None:
         self._lanes, self._work, self._size = lanes, work, size
@@ -152,7 +153,7 @@ class _Crew:
         self._on_gpu = on_this_gpu()
 
     def work(self) -> None:
-        """Do all of it, and raise what went wrong; `end` must follow an error."""
+        """Do all the work, and raise the first error; `end` must follow an error."""
         threads = [threading.Thread(target=self._beside, args=(n,), daemon=True) for n in range(1, self._size)]
         for thread in threads:
             thread.start()
@@ -164,11 +165,11 @@ class _Crew:
             raise next((error for error in self._errors if not isinstance(error, Exception)), self._errors[0])
 
     def end(self) -> None:
-        """Let all stop, and wait until they have, however often this is interrupted."""
+        """Stop all threads, and wait until they have ended, however often this is interrupted."""
         try:
             self._stop()
-            # Not by `join`: after one that was interrupted Python takes a thread for dead which is not
-            # (python/cpython#90882). One that begins from now on sees that it is to stop, and does nothing.
+            # Not with `join`: after an interrupted `join` Python may assume that a running thread has ended
+            # (python/cpython#90882). A thread that starts from now on sees that it must stop, and does nothing.
             while self._begun - self._ended:
                 time.sleep(0.002)
         except BaseException:
@@ -199,14 +200,14 @@ class _Crew:
 
 
 class _Stopped(BaseException):
-    """Ends the work of a thread because of what happened to another."""
+    """Ends the work of a thread because of an error in another thread."""
 
 
 class Lane:
     """Moves bytes for one thread.
 
     Args:
-        piece: Bytes of a buffer.
+        piece: The size of a buffer, in bytes.
     """
 
     def __init__(self, *, piece: int = PIECE) -> None:
@@ -215,18 +216,18 @@ class Lane:
         self._summed = dict[torch.device, _Summed]()
 
     def stop(self) -> None:
-        """Let the thread that works with it end soon; it is of no use afterwards."""
+        """Ask the thread that uses this lane to end soon; the lane cannot be used afterwards."""
         self._stopped = True
 
     def check(self) -> None:
-        """End the work of this thread if it is to stop."""
+        """End the work of this thread if it must stop."""
         if self._stopped:
             raise _Stopped
 
     def pieces(self, source: Tensor) -> Iterator[Piece]:
-        """Return the bytes of ``source``, one row of them, each piece good until the next is asked for.
+        """Return the bytes of ``source`` in pieces, each valid until the next one is requested.
 
-        What is to be read must be there: the caller has waited for the device's own work.
+        The data must be there: the caller has waited for the device's own work.
         """
         if self._direct(source):
             for piece in source.split(self.piece):
@@ -246,18 +247,18 @@ class Lane:
             yield buffer.content()
 
     def fill(self, target: Tensor, read: Callable[[memoryview, int], Unverified | None]) -> None:
-        """Fill ``target``, one row of bytes, and verify it; `settle` must follow.
+        """Fill ``target``, a row of bytes, and verify it; `settle` must follow.
 
         Args:
             target: To be filled.
-            read: Fills a view with what begins at a place of the row, and returns the chunks that are to be verified.
+            read: Fills a view from an offset of the row on, and returns the chunks to be verified.
 
         Raises:
-            DamagedFileError: If something read here or before is not what was written.
+            DamagedFileError: If data read here or before differs from what was written.
         """
         buffers: list[_Buffer] = [] if self._direct(target) else [*self._both(target.device)]
         start = end = 0
-        on_device = list[tuple[int, ExpectedRows]]()  # each from which row on: what is between is verified
+        on_device = list[tuple[int, ExpectedRows]]()  # with their first rows; the rest is already verified
         for number, piece in enumerate(target.split(self.piece)):
             self.check()
             place = number * self.piece
@@ -282,10 +283,10 @@ class Lane:
             summed.add(target[start:end], on_device, after=buffers)
 
     def settle(self) -> None:
-        """Wait until all is filled, and verified by the devices that hold it.
+        """Wait until everything is filled, and verified by the devices.
 
         Raises:
-            DamagedFileError: If something is not what was written.
+            DamagedFileError: If anything differs from what was written.
         """
         for buffers in self._buffers.values():
             for buffer in buffers:
@@ -297,7 +298,7 @@ class Lane:
         return self.piece % chunk == 0 and worth_summing_on_device(row, chunk=chunk)
 
     def close(self) -> None:
-        """Give the buffers back."""
+        """Free the buffers."""
         for buffers in self._buffers.values():
             for buffer in buffers:
                 buffer.wait()  # after an error it may still be filled
@@ -314,7 +315,7 @@ class Lane:
 
 
 class _Buffer:
-    """Memory of the host, and the stream of a GPU that fills or reads it."""
+    """Host memory, and the GPU stream that fills or reads it."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device, self._used = device, 0
@@ -355,7 +356,7 @@ class _Buffer:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        # Also on the device of the stream: leaving a stream goes back to one of the device that was in use.
+        # Also on the device of the stream: leaving a stream restores that of the current device.
         with self._on_device(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             yield
 
@@ -364,22 +365,22 @@ class _Buffer:
 
 
 class _Summed:
-    """Rows that a device adds up, in a stream of its own, so that the thread that fills them goes on meanwhile."""
+    """Sums rows on a device, in a separate stream, so that the thread that fills them can continue."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._sums, self._expected, self._rows = list[Tensor](), list[tuple[int, ExpectedRows]](), 0
 
     def add(self, row: Tensor, expected: Iterable[tuple[int, ExpectedRows]], *, after: Iterable[_Buffer]) -> None:
-        """Let the device add up ``row`` when ``after`` have filled it; `verify` must follow.
+        """Let the device sum ``row`` once ``after`` have filled it; `verify` must follow.
 
         Args:
             row: Bytes.
-            expected: What is expected of them, and from which of their rows on.
-            after: What fills them.
+            expected: The expected checksums, with their first rows.
+            after: The buffers that fill them.
 
         Raises:
-            DamagedFileError: If something that was added before is not what was written.
+            DamagedFileError: If earlier data differs from what was written.
         """
         for buffer in after:
             buffer.let_wait(self._stream)
@@ -391,10 +392,10 @@ class _Summed:
             self.verify()
 
     def verify(self) -> None:
-        """Verify all that was added.
+        """Verify everything that was added.
 
         Raises:
-            DamagedFileError: If something is not what was written.
+            DamagedFileError: If anything differs from what was written.
         """
         sums, expected = self._sums, self._expected
         self._sums, self._expected, self._rows = [], [], 0
@@ -422,14 +423,14 @@ def _on_host(sums: Tensor) -> memoryview:
 
 
 def _sums_of(sums: memoryview, place: int, nbytes: int) -> memoryview:
-    """Return those of the whole rows of ``nbytes`` that begin at ``place``."""
+    """Return the sums of the complete rows of the ``nbytes`` that begin at ``place``."""
     return sums[place // ROW * 8 :][: nbytes // ROW * 8]
 
 
 def _pinned(nbytes: int) -> Tensor:
     try:
         return pinned(nbytes)
-    except RuntimeError as error:  # a checkpoint that is written slowly is better than none
+    except RuntimeError as error:  # a slowly written checkpoint is better than none
         warnings.warn(
             f"{error} Until then checkpoints are copied through ordinary memory, which is slower.", stacklevel=2
         )

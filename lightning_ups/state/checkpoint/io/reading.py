@@ -1,8 +1,8 @@
-"""Reading parts of saved tensors straight into shards: from DCP's folders, from one file, from safetensors.
+"""Reads parts of saved tensors directly into shards: from DCP folders, from one file, or from safetensors.
 
-No rank ever holds more than its own part, and the pages of the part that it is reading.
+A rank only ever holds its own part, and the pages of the file that it is reading.
 
-DCP pickles every value that is not a tensor. They are read here by torch's restricted unpickler.
+DCP pickles every value that is not a tensor. Here torch's restricted unpickler reads them.
 """
 
 import io
@@ -52,22 +52,22 @@ def read_into(
     group: dist.ProcessGroup | None = None,
     weights_only: bool = True,
 ) -> None:
-    """Fill the tensors of ``targets``, in place, with what ``reader`` has under their names.
+    """Fill the tensors of ``targets``, in place, from ``reader`` by name.
 
-    Every rank of ``group`` takes part, and fails if one fails. Without a group this process reads alone. With
-    ``weights_only=False`` values that are not tensors may be of any class.
+    A collective over ``group``; if it fails on one rank, it fails on all. Without a group this process reads alone.
+    With ``weights_only=False``, values that are not tensors may have any class.
 
     Raises:
         ValueError: If something cannot be read, or would run code.
         KeyboardInterrupt: If this process was interrupted.
     """
-    reader.read_metadata()  # DCP would hide why it cannot
+    reader.read_metadata()  # DCP would hide the reason of an error
     alone, planner = group is None, _SafePlanner() if weights_only else DefaultLoadPlanner()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(targets, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
-    except CheckpointException as error:  # no Exception, so that callers would miss it
+    except CheckpointException as error:  # not an Exception, so callers would miss it
         if (interrupt := folder.interruption(error, alone=alone)) is not None:
             raise interrupt from None
         rank, (cause, _) = next(iter(error.failures.items()))
@@ -84,11 +84,11 @@ def read_into(
 
 
 class FolderReader(FileSystemReader):
-    """Reads a folder that DCP wrote, several tensors at once; its metadata is parsed and not unpickled.
+    """Reads a folder that DCP wrote, several tensors at once; its metadata is parsed, not unpickled.
 
     Args:
-        path: Of the folder.
-        threads: How many read at once; None takes the rank's share of the cores, 8 at most.
+        path: The path of the folder.
+        threads: The number of threads; None: the rank's share of the cores, at most 8.
     """
 
     _metadata: Metadata | None = None
@@ -113,7 +113,7 @@ class FolderReader(FileSystemReader):
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         if any(self._place(item).transform_descriptors for item in plan.items):
-            return super().read_data(plan, planner)  # compressed, say
+            return super().read_data(plan, planner)  # for example, compressed
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 with self._opened(item) as (view, reader):
@@ -151,7 +151,7 @@ class FolderReader(FileSystemReader):
 
     @contextmanager
     def _opened(self, item: ReadItem, verifier: Verifier | None = None) -> Iterator[tuple[IO[bytes], RecordReader]]:
-        """Open what was saved of an item: a view of it, and what reads and verifies it."""
+        """Open the saved bytes of an item: a view, and a reader that verifies them."""
         place = self._place(item)
         record, name = self._record(place), str(self.fs.concat_path(self.path, place.relative_path))
         with self.fs.create_stream(name, "rb") as file:
@@ -161,7 +161,7 @@ class FolderReader(FileSystemReader):
                     cast("IO[bytes]", file), offset=place.offset, record=record, name=name, verifier=verifier
                 )
                 yield view, reader
-            else:  # at once, since torch looks into it dozens of times
+            else:  # torch reads it dozens of times
                 whole = io.BytesIO(view.read())
                 yield whole, RecordReader(whole, offset=0, record=record, name=name, verifier=verifier)
 
@@ -189,28 +189,28 @@ class _SafePlanner(DefaultLoadPlanner):
 
 
 class Sliceable(Protocol):
-    """A saved tensor of which a part can be read."""
+    """A saved tensor that can be read in part."""
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape of the whole."""
+        """The shape of the whole tensor."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type in which it was saved."""
+        """The dtype in which it was saved."""
         ...
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
-        """Return a part."""
+        """Return a part of the tensor."""
         ...
 
 
 class SlicedReader(StorageReader):
-    """Reads tensors of which each rank takes only its part: mapped from one file, or from safetensors.
+    """Reads tensors of which each rank takes only its part: from one memory-mapped file, or from safetensors.
 
     Args:
-        tensors: By name; an ordinary tensor will do.
+        tensors: Tensors by name; ordinary ones work, too.
     """
 
     def __init__(self, tensors: Mapping[str, Sliceable] | Mapping[str, Tensor]) -> None:
@@ -244,7 +244,7 @@ class SlicedReader(StorageReader):
             index = tuple(slice(start, end) for start, end in zip(item.storage_offsets, ends, strict=True))
             target = planner.resolve_tensor(item).detach()
             source = self._tensors[item.storage_index.fqn]
-            if isinstance(source, Tensor):  # state of an optimizer may be sparse, as gradients of an embedding are
+            if isinstance(source, Tensor):  # optimizer state may be sparse, like gradients of an embedding
                 source = source.to_dense()
             target.copy_(source[index] if index else source[()])
             planner.commit_tensor(item, target)

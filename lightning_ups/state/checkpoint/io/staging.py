@@ -1,4 +1,4 @@
-"""Copies of a state on the host, made fast and kept for the next time."""
+"""Copies a state to the host, into memory that is reused."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,9 +16,9 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class LocalShard:
-    """Replaces a DTensor whose local part was copied. It plans for DCP as the DTensor does, and returns the copy.
+    """Replaces a DTensor whose local part was copied. DCP plans it like the DTensor, and gets the copy.
 
-    Not a DTensor itself: that would move its local part to the device of the mesh.
+    It is no DTensor itself, which would move its local part to the device of the mesh.
     """
 
     def __init__(self, source: DTensor, local: Tensor) -> None:
@@ -31,12 +31,12 @@ class LocalShard:
 
 
 def is_sequence(value: Any) -> bool:
-    """Return whether ``value`` is a list or a plain tuple: one with names cannot be made of its items alone."""
+    """Return whether ``value`` is a list or a plain tuple; a named tuple cannot be built from its items alone."""
     return isinstance(value, list) or type(value) is tuple
 
 
 def holds_tensors(value: Any) -> bool:
-    """Return whether ``value`` is a list or a tuple whose items a checkpoint keeps each by itself."""
+    """Return whether ``value`` is a list or a tuple whose items are saved separately."""
     return is_sequence(value) and any(
         isinstance(inner, (Tensor, LocalShard, Mapping)) or holds_tensors(inner) for inner in value
     )
@@ -45,8 +45,8 @@ def holds_tensors(value: Any) -> bool:
 class HostCopies:
     """Copies the tensors of nested dicts, lists and tuples to the host, always into the same memory.
 
-    The memory is pinned where there is a GPU, so that the copies run at the speed of the bus; that is slow to set up,
-    hence kept. Only one copy can be in use at a time.
+    If there is a GPU, the memory is pinned, so that copies run at the speed of the bus. Pinning is slow, so the memory
+    is kept. Only one copy can be in use at a time.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class HostCopies:
 
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
-        """Return ``state`` with every tensor replaced by a copy on the host, once all copies are made."""
+        """Return ``state`` with every tensor replaced by its copy on the host, once all copies are done."""
         sources = _distinct(state)
         self._reserve(sum(_aligned(tensor.nbytes) for tensor in sources.values()))
         copies, offset = {}, 0
@@ -68,7 +68,7 @@ class HostCopies:
         return _replaced(state, lambda tensor: copies[_key(tensor)])
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         unpin(self._memory)
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -82,7 +82,7 @@ class HostCopies:
 def plain(state: Any) -> Any:
     """Return ``state`` with every tensor subclass that wraps another tensor replaced by a plain copy on the host.
 
-    The rest stays where it is. A file should hold numbers, and not the classes of whoever trained them.
+    Other tensors are not copied. A file should contain numbers, not the classes of the training code.
     """
 
     def copy_of(tensor: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def _distinct(state: Any) -> dict[Any, Tensor]:
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
-    # Tied weights are one memory under two names: they are copied once. A subclass that wraps others has no address.
+    # Tied weights are one memory under two names, and are copied once. A subclass that wraps others has no address.
     if type(tensor) not in _PLAIN:
         return (id(tensor),)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
@@ -112,7 +112,7 @@ def _key(tensor: Tensor) -> tuple[Any, ...]:
 
 def _replaced(state: Any, copy_of: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(state, DTensor):
-        return LocalShard(state, copy_of(state.to_local()))  # without gradients this is the very object, every time
+        return LocalShard(state, copy_of(state.to_local()))  # without gradients this is always the same object
     if isinstance(state, Tensor):
         return copy_of(state)
     if isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""Writing a rank's part of a checkpoint into several files at once, in the form that DCP itself writes and reads."""
+"""Writes a rank's part of a checkpoint into several files at once, in DCP's own format."""
 
 import io
 import os
@@ -33,22 +33,22 @@ class _SummedResult(WriteResult):
 
 
 class Writer(FileSystemWriter):
-    """Writes every tensor as ``torch.save`` would, byte for byte but for a checksum, and each byte once.
+    """Writes every tensor as ``torch.save`` would, byte for byte except for its checksum, and each byte once.
 
-    Checksums of its own are computed meanwhile. The coordinator's ``files`` holds them, and the metadata as JSON.
-    Torch's own writer sums up every tensor for a checksum that nothing reads, clones every tensor that is a part of
-    other memory, fetches from a GPU through memory that is not pinned, and all of that in one thread, in turns with the
-    disk. With more threads it loses errors of all but the first: the checkpoint then lacks tensors and nobody knows.
+    Checksums of this package are computed during the write. The coordinator's ``files`` holds them, and the metadata as
+    JSON. Torch's own writer computes a checksum that nothing reads, clones every tensor that is a part of other memory,
+    copies from a GPU through unpinned memory, and does all of that in one thread, alternating with the disk. With
+    several threads it loses errors of all but the first: the checkpoint then silently lacks tensors.
 
     Args:
-        path: Of the folder.
-        lanes: Write one file each.
+        path: The path of the folder.
+        lanes: Each lane writes one file.
     """
 
     def __init__(self, path: Path, *, lanes: Lanes) -> None:
         super().__init__(path, sync_files=True)
         self._lanes = lanes
-        self.files: dict[str, bytes] = {}  # once all ranks have written
+        self.files: dict[str, bytes] = {}  # available once all ranks have written
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
