@@ -1,7 +1,7 @@
-"""The world that a run is in: versions, processors, GPUs, environment variables, the user's working tree.
+"""The environment of a run: versions, processors, GPUs, environment variables, the working tree.
 
-Nothing here changes a run: no random number is drawn, no package but NVML's is imported that torch does not import, and
-only ``gpus`` initialises CUDA.
+Nothing here changes a run: no random number is drawn, no package is imported that torch does not import, except NVML's,
+and only ``gpus`` initializes CUDA.
 """
 
 import os
@@ -33,7 +33,7 @@ __all__ = [
     "working_tree",
 ]
 
-# What decides the speed or the meaning of a run, by the name of its distribution.
+# Distributions that affect the speed or the results of a run.
 PACKAGES = (
     "torch",
     "lightning",
@@ -55,13 +55,13 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of the installed packages that matter, and of what torch was built with."""
+    """Return the versions of Python, of relevant installed packages, and of what torch was built with."""
     found = {"python": platform.python_version()}
     found |= {package: number for package in PACKAGES if (number := installed(package))}
     found["torch"] = str(torch.__version__)  # the build, such as 2.11.0+cu130, which the metadata may leave out
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
-        if cudnn := getattr(torch._C, "_cudnn", None):  # torch.backends.cudnn.version() would initialise CUDA
+        if cudnn := getattr(torch._C, "_cudnn", None):  # torch.backends.cudnn.version() would initialize CUDA
             found["cudnn"] = _dotted(cudnn.getVersionInt())
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -93,7 +93,7 @@ def host() -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """Return how many cores' work this process gets: those it may run on, less where a container has a quota."""
+    """Return the number of cores that this process can use: its CPU affinity, limited by a container's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdecimal():
@@ -102,7 +102,7 @@ def usable_cores() -> int:
 
 
 def graphs_made() -> dict[str, int]:
-    """Return how many graphs Dynamo has compiled in this process, and how often one broke, whoever asked for them."""
+    """Return how many graphs Dynamo has compiled in this process, and the number of graph breaks."""
     if "torch._dynamo" not in sys.modules:
         return {"graphs": 0, "graph_breaks": 0}
     counters = torch._dynamo.utils.counters
@@ -113,7 +113,7 @@ def graphs_made() -> dict[str, int]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return what torch says of each visible GPU, memory in bytes."""
+    """Return torch's properties of each visible GPU, memory in bytes."""
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -139,14 +139,14 @@ _SECRET = re.compile(
 
 
 def relevant_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment variables that change how a run goes, and never a secret."""
+    """Return the environment variables that affect a run, without secrets."""
     environment = os.environ if environment is None else environment
     named = {name: value for name, value in environment.items() if _RELEVANT.match(name)}
     return without_secrets({name: named[name] for name in sorted(named)})
 
 
 def without_secrets(values: Any) -> Any:
-    """Return nested ``values`` with ``***`` for what is named like a secret, and without passwords in addresses."""
+    """Return nested ``values`` with ``***`` for values whose name suggests a secret, and for passwords in URLs."""
     if isinstance(values, Mapping):
         return {key: "***" if _is_secret(key, of) else without_secrets(of) for key, of in values.items()}
     if isinstance(values, (list, tuple)):
@@ -163,7 +163,7 @@ def working_tree(folder: Path | None = None) -> dict[str, Any] | None:
     folder = folder or Path.cwd()
     if not (commit := _git(folder, "rev-parse", "HEAD")):
         return None
-    # Tracked files only, and in a time that nobody notices: a repository may hold millions of untracked ones.
+    # Only tracked files, and with a short timeout: a repository may hold millions of untracked ones.
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit.strip(), "dirty": None if changed is None else bool(changed.strip())}
 

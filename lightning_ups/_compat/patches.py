@@ -1,10 +1,10 @@
 """The register of patches: every attribute of torch, Lightning or another package that lightning_ups replaces.
 
 Each row of ``PATCHES`` is one attribute. `applied` replaces it while a context is open, and `installed` for as long as
-its owner lives. Both check the attribute first: it must exist and take the parameters that the replacement reads. If
-not, a patch that results depend on raises `PatchError`, and one that only saves time is left out with a warning.
+its owner lives. Both check the attribute first: it must exist and take the parameters that the replacement reads.
+Otherwise a patch that affects results raises `PatchError`, and one that only saves time is skipped with a warning.
 
-A replacement passes on all arguments that it does not read, so that new parameters of a later version do no harm.
+A replacement passes on all arguments that it does not read, so new parameters of later versions do no harm.
 """
 
 import importlib
@@ -32,7 +32,7 @@ __all__ = [
     "why_not",
 ]
 
-Make = Callable[[Any], Any]  # gets what the attribute is, and returns what replaces it
+Make = Callable[[Any], Any]  # receives the attribute, and returns its replacement
 
 
 class PatchError(RuntimeError):
@@ -40,11 +40,11 @@ class PatchError(RuntimeError):
 
 
 class Purpose(NamedTuple):
-    """What a group of patches is for.
+    """The purpose of a group of patches.
 
     Args:
-        text: What they do, in an infinitive.
-        feature: What a user turns off to do without them.
+        text: What they do, as an infinitive.
+        feature: The feature that needs them, which a user can turn off.
     """
 
     text: str
@@ -57,9 +57,9 @@ class Patch(NamedTuple):
     Args:
         purpose: A key of ``PURPOSES``.
         test: The name of the test that fails without it.
-        reads: Parameters that the replacement looks at.
+        reads: Parameters that the replacement reads.
         only_speed: Whether results are the same without it.
-        versions: Those of the package that have the attribute, if not all that are supported do.
+        versions: The versions of the package with this attribute, if not all supported ones have it.
         issue: The upstream issue, if there is one.
     """
 
@@ -291,26 +291,26 @@ PATCHES = {
 
 _MISSING: Any = object()
 _LOCK = threading.RLock()
-_PLACES: dict[tuple[int, str], "_Place"] = {}  # replaced now
+_PLACES: dict[tuple[int, str], "_Place"] = {}  # current replacements
 
 
 @contextmanager
 def applied(
     target: str, make: Make, *, owner: Any = None, once: bool = False, only_speed: bool = False
 ) -> Iterator[None]:
-    """Replace the attribute ``target`` by ``make(what it is)`` while the context is open.
+    """Replace the attribute ``target`` by ``make(original)`` while the context is open.
 
     Contexts may be closed in any order.
 
     Args:
         target: A key of ``PATCHES``.
         make: Returns the replacement. It may be called several times.
-        owner: The object whose attribute is replaced, if that is an instance of the class that ``target`` names.
-        once: Let contexts that are open at the same time share the replacement of the first.
-        only_speed: As in `Patch`, where the row has another user whose results depend on it.
+        owner: The instance whose attribute is replaced, instead of that of the class.
+        once: Let contexts that are open at the same time share the first replacement.
+        only_speed: As in `Patch`, if other users of the row depend on the patch for their results.
 
     Raises:
-        PatchError: If the attribute does not fit, and results depend on the patch.
+        PatchError: If the attribute does not match, and results depend on the patch.
     """
     if not _fits(target, only_speed=only_speed):
         yield
@@ -327,10 +327,10 @@ def applied(
 
 
 def installed(target: str, owner: Any, make: Make) -> None:
-    """Replace the attribute ``target`` of the instance ``owner`` for as long as that lives.
+    """Replace the attribute ``target`` of the instance ``owner`` for as long as it lives.
 
     Raises:
-        PatchError: If the attribute does not fit, and results depend on the patch.
+        PatchError: If the attribute does not match, and results depend on the patch.
     """
     if _fits(target, only_speed=False):
         name = target.rpartition(".")[2]
@@ -348,7 +348,7 @@ def why_not(target: str) -> str | None:
         return f"{target.replace(':', '.')} does not exist"
     try:
         parameters = inspect.signature(getattr(holder, name)).parameters.values()
-    except (TypeError, ValueError):  # a function of C++, or no function
+    except (TypeError, ValueError):  # a C++ function, or not a function
         return None
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         return None
@@ -398,13 +398,13 @@ def _place(target: str, owner: Any) -> "_Place":
 
 
 class _Place:
-    """An attribute that is replaced, and what replaces it: each of several replacements gets the one before."""
+    """A replaced attribute and its replacements: each of several gets the previous one."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name
         self._makers: dict[object, Make] = {}
         self._sharing: set[object] = set()
-        self._own: Any = _MISSING  # what the owner itself has, which a class or an instance may inherit
+        self._own: Any = _MISSING  # the owner's own attribute, which may also be inherited
         self._original: Any = _MISSING
         self._set: Any = _MISSING
 
@@ -434,7 +434,7 @@ class _Place:
     def _update(self) -> None:
         now = vars(self._owner).get(self._name, _MISSING)
         if self._set is not _MISSING and now is not self._set:
-            return  # replaced by somebody else meanwhile, who calls ours
+            return  # other code has replaced it since, and calls our replacement
         if self._makers:
             self._set = self._made()
             setattr(self._owner, self._name, self._set)

@@ -1,4 +1,4 @@
-"""What is in force in one thread, so that runs in several threads do not see each other's."""
+"""Values that are active in one thread, so that runs in several threads do not affect each other."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class ThreadStack(local, Generic[T]):
-    """The values of the contexts that the present thread has open, the innermost last."""
+    """The values of the contexts that are open in the current thread, innermost last."""
 
     def __init__(self) -> None:
         self.values: list[T] = []
 
     @property
     def innermost(self) -> T | None:
-        """The last value, or None."""
+        """The innermost value, or None."""
         return self.values[-1] if self.values else None
 
     @contextmanager
@@ -29,5 +29,5 @@ class ThreadStack(local, Generic[T]):
             yield
         finally:
             place = next((i for i in reversed(range(len(self.values))) if self.values[i] is value), None)
-            if place is not None:  # else closed by another thread
+            if place is not None:  # otherwise closed by another thread
                 del self.values[place]

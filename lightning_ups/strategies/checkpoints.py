@@ -1,4 +1,4 @@
-"""What a sharding strategy does about checkpoints, in one place for all of them."""
+"""Saves and loads checkpoints of all sharding strategies."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -56,7 +56,7 @@ __all__ = ["Checkpoints", "OnUnreplayable", "Save"]
 
 Save = Literal["sharded", "full"]
 
-# Hyperparameters are for whoever opens the file; resuming does not read them, and they may be objects of any class.
+# Hyperparameters are only for reading the file; resuming does not need them, and they may have any class.
 _APART = (
     LightningModule.CHECKPOINT_HYPER_PARAMS_KEY,
     LightningModule.CHECKPOINT_HYPER_PARAMS_NAME,
@@ -66,23 +66,23 @@ _APART = (
     LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE,
 )
 _REQUEUED = "hpc_ckpt"  # Lightning saves it when SLURM ends the job, and requeues the job at once
-_ABANDONED_S = 2 * 3600.0  # what is being written changes sooner: ranks wait for one another for an hour at most
-_GRACE_S = 60.0  # for a save under way when training fails
+_ABANDONED_S = 2 * 3600.0  # a checkpoint in progress changes more often: ranks wait for one another for an hour at most
+_GRACE_S = 60.0  # for a save in progress when training fails
 
 
 class Checkpoints:
     """Saves, loads and removes the checkpoints of one strategy.
 
     Args:
-        strategy: Whose module and optimizers they hold.
-        save: ``"sharded"`` is a folder to which every rank writes its part; ``"full"`` one file, gathered on rank 0,
-            as a single device would write it.
+        strategy: The strategy with the module and optimizers.
+        save: ``"sharded"``: a folder to which every rank writes its part. ``"full"``: one file, gathered on rank 0, as
+            a single device would write it.
         async_save: Write in the background, from a copy on the host.
-        weights_only: Read only what cannot run code.
-        on_unreplayable: What becomes of a run that could not be resumed exactly: ``"warn"`` or ``"refuse"``.
+        weights_only: Load only data that cannot run code.
+        on_unreplayable: ``"warn"`` or ``"refuse"`` if the run could not be resumed exactly.
 
     Raises:
-        ValueError: If a full checkpoint is to be written in the background.
+        ValueError: If a full checkpoint should be written in the background.
     """
 
     def __init__(
@@ -106,18 +106,18 @@ class Checkpoints:
         ask_strategy_for_last()
         self._connection: Connection | None = None
         self._blocked_s: list[float] = []
-        self._gathered: list[ref[Tensor]] = []  # what `module_state` has last made whole on this rank
-        self._claims: dict[Path, Path] = {}  # by directories into which this run has saved
-        self._given: dict[str, Any] = {}  # the state of the module that `load` returned
+        self._gathered: list[ref[Tensor]] = []  # what `module_state` has last gathered on this rank
+        self._claims: dict[Path, Path] = {}  # claims of this run, by directory
+        self._given: dict[str, Any] = {}  # the module state that `load` returned
         self._read_later: Path | None = None
 
     @property
     def saver(self) -> Saver:
-        """Writes the sharded checkpoints; its ``observe`` may be set."""
+        """The writer of sharded checkpoints; its ``observe`` may be set."""
         return self._saver
 
     def check_places(self) -> None:
-        """Refuse, before training, callbacks whose checkpoints could not be saved where they belong.
+        """Raise, before training, if checkpoints of a callback cannot be saved to their directory.
 
         Raises:
             ValueError: On every rank.
@@ -137,19 +137,19 @@ class Checkpoints:
                 yield self._local(place, None)
 
     def follow(self, trainer: Trainer) -> None:
-        """Follow the training data, so that a run resumes within an epoch; a callback may have taken that over."""
+        """Follow the training data, so that a run can resume within an epoch, unless a callback does that."""
         self._unfollow()
         if not any(getattr(callback, "resumes_exactly", False) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             self._connection = Connection(trainer, on_unreplayable=self._policy)
 
     def begin(self) -> None:
-        """Put random numbers back as the checkpoint has them, when training begins."""
+        """Restore the random state of the checkpoint when training begins."""
         if self._connection is not None:
             self._connection.begin()
             self._connection.begin_epoch()
 
     def module_state(self) -> dict[str, Any]:
-        """Return the module's state: of DTensors, or gathered on rank 0."""
+        """Return the module's state with DTensors, or gathered on rank 0."""
         state = self._module.state_dict()
         if self._sharded:
             return state
@@ -160,7 +160,7 @@ class Checkpoints:
         return whole
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state: of DTensors by names, or gathered on rank 0 and numbered."""
+        """Return an optimizer's state with DTensors by name, or gathered on rank 0 with indices."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         state = named_state(self._module, optimizer)
@@ -170,16 +170,16 @@ class Checkpoints:
         return self._on_first(numbered(whole), {})
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Save what ``Trainer.save_checkpoint`` gathered.
+        """Save the checkpoint collected by ``Trainer.save_checkpoint``.
 
         Raises:
             TypeError: If ``storage_options`` are given.
-            ValueError: If the path is not one of a file system.
-            RuntimeError: If this save, or the one in the background before it, failed.
+            ValueError: If the path is not in a file system.
+            RuntimeError: If this save, or the previous one in the background, failed.
         """
         path = self._local(self._strategy.broadcast(path), storage_options)
         if self._strategy.is_global_zero and not self._is_outside_a_run():
-            with suppress(OSError):  # the save itself says what is wrong there
+            with suppress(OSError):  # the save itself raises the error
                 self._claim(path.parent)
         if self._connection is not None and "optimizer_states" in checkpoint:
             checkpoint[RESUME_KEY] = self._connection.state()
@@ -188,17 +188,17 @@ class Checkpoints:
         if self._sharded:
             save_sharded(self._saver, checkpoint, path, apart=_APART)
             if path.name.startswith(_REQUEUED) or self._is_outside_a_run():
-                self._saver.wait()  # nobody would later
+                self._saver.wait()  # no later call waits for it
         else:
-            # Callbacks that average weights keep the module's own elsewhere, and their average in their place.
+            # Callbacks that average weights store the module's own weights elsewhere, and the average in their place.
             were_sharded = [tensor for each in self._gathered if (tensor := each()) is not None]
             save_whole(self._saver, checkpoint, path, module=self._module, were_sharded=were_sharded)
         self._report(path)
 
     def find_last(self, trainer: Trainer) -> Path | None:
-        """Return what ``ckpt_path="last"`` means: the newest whole checkpoint of those that are called the last.
+        """Return the checkpoint that ``ckpt_path="last"`` refers to: the newest complete one with the name "last".
 
-        What a dead run left is put right before. Every rank calls it by itself, before ranks know of one another.
+        Restores the paths of checkpoints after a killed run. Called on every rank, before the process group exists.
         """
         folders = checkpoint_folders(trainer)
         for directory in folders:
@@ -208,7 +208,7 @@ class Checkpoints:
         for name in sorted(names):
             found = newer(found, name) if located(name) else found
         if found is None and (names or any(folders.values())):
-            # The first one is torn, or a link was about to be made: any other of this run is the last.
+            # The first is incomplete, or its link was about to be created: use any other of this run.
             for directory in folders:
                 found = newer(found, newest(directory))
             if found is not None:
@@ -226,7 +226,7 @@ class Checkpoints:
         """Read a checkpoint into the module and, in fit, into the optimizers; return the rest of it.
 
         Raises:
-            FileNotFoundError: If there is none that is whole.
+            FileNotFoundError: If there is no complete one.
             ValueError: If it does not fit this run.
         """
         found = self._found(self._local(self._strategy.broadcast(path), None))
@@ -260,16 +260,16 @@ class Checkpoints:
         if isinstance(self._strategy.precision_plugin, PolicyPrecision):
             self._strategy.precision_plugin.after_restore(self._module)
         self._given = self._module.state_dict()
-        # Callbacks that average weights look for them there. Files of weights alone have no version.
+        # Callbacks that average weights read them there. Files with only weights have no version.
         return {"pytorch-lightning_version": lightning_version, **rest, "state_dict": {**self._given}}
 
     @property
     def reads_optimizers_later(self) -> bool:
-        """Whether `load` has left the states of optimizers for `load_optimizers`."""
+        """Whether `load` has left the optimizer states for `load_optimizers`."""
         return self._read_later is not None
 
     def load_optimizers(self) -> None:
-        """Read the states of optimizers from what `load` has read all else from."""
+        """Read the optimizer states from the checkpoint of the last `load`."""
         found, self._read_later = self._read_later, None
         assert found is not None
         regroup(self._trainer)
@@ -283,10 +283,10 @@ class Checkpoints:
         )
 
     def check_unchanged(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse what ``on_load_checkpoint`` of the module has changed of what `load` had read already.
+        """Raise if the module's ``on_load_checkpoint`` changed what `load` had already read.
 
         Raises:
-            ValueError: If it gave other weights or a state of optimizers.
+            ValueError: If it replaced weights or optimizer states.
         """
         given, self._given = self._given, {}
         now = checkpoint["state_dict"]
@@ -304,11 +304,11 @@ class Checkpoints:
                 " resume from it."
             )
         if self.reads_optimizers_later:
-            checkpoint["optimizer_states"] = []  # Lightning looks for them, and then calls the strategy
+            checkpoint["optimizer_states"] = []  # Lightning expects the key before it calls the strategy
 
     @contextmanager
     def keeping_place(self) -> Iterator[None]:
-        """Leave the training data and random numbers where they are, whatever is loaded in this context."""
+        """Keep the position in the data and the random state while a checkpoint is loaded in this context."""
         connection, self._connection = self._connection, None
         try:
             yield
@@ -316,11 +316,11 @@ class Checkpoints:
             self._connection = connection
 
     def remove(self, path: str | Path) -> None:
-        """Delete a checkpoint, once the one that is being written is whole."""
+        """Delete a checkpoint, once the one in progress is complete."""
         self._saver.remove(Path(path))
 
     def _claim(self, directory: Path) -> None:
-        """Say which other run saves into ``directory``, and delete what dead ones have left half written there."""
+        """Warn if another run saves into ``directory``, and delete what killed runs left half written there."""
         is_first = directory not in self._claims
         make(directory)
         self._claims[directory] = claim(directory)
@@ -363,18 +363,18 @@ class Checkpoints:
 
     def _is_outside_a_run(self) -> bool:
         state = self._trainer.state
-        ending = state.status == TrainerStatus.INTERRUPTED and state.stage is not None  # `fail` waits, for so long
+        ending = state.status == TrainerStatus.INTERRUPTED and state.stage is not None  # `fail` waits that long
         return state.status != TrainerStatus.RUNNING and not ending
 
     def fail(self) -> None:
-        """Let a save that is under way end, after an exception."""
+        """Wait for a save in progress to end, after an exception."""
         self._unfollow()
         if failure := self._saver.abandon(timeout_s=_GRACE_S):
             rank_zero_warn(failure)
         self._unclaim()
 
     def close(self) -> None:
-        """Wait for a save that is under way.
+        """Wait for a save in progress.
 
         Raises:
             RuntimeError: If it failed.
@@ -400,8 +400,8 @@ class Checkpoints:
         return self._module.trainer
 
     def _found(self, path: Path) -> Path:
-        # `last` is a link or is written over and over: a kill may have come while the newest was being written. Which
-        # one a job that is requeued resumes from, Lightning chooses by its number.
+        # `last` is a link or is overwritten: the run may have been killed while writing the newest one. For a requeued
+        # job, Lightning chooses the checkpoint by its number.
         if (path.is_symlink() or path.stem.startswith(("last", _REQUEUED))) and not path.resolve().is_file():
             try:
                 return resolve(path)

@@ -1,4 +1,4 @@
-"""What every strategy of ours that shards has in common: environment, order, buffers, clipping, checkpoints."""
+"""The common base of sharding strategies: environment, order of changes, buffers, clipping, checkpoints."""
 
 import shlex
 import signal
@@ -55,7 +55,7 @@ from lightning_ups.order import (
 )
 from lightning_ups.order.arguments import check_choice, check_kind, check_least, check_path, check_some
 from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Save
-from lightning_ups.strategies.waiting import come_together
+from lightning_ups.strategies.waiting import rendezvous
 from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
 from lightning_ups.transforms.error_hints import note_shards
 from lightning_ups.transforms.fsdp import keeping_interrupt, shard_alike, unsharded
@@ -86,12 +86,12 @@ __all__ = ["ShardStep", "Sharding", "ShardingStrategy", "check_known", "check_sh
 Sharding = Literal["full", "gradients", "none"]
 
 _LONGEST = 60 * 24 * 365  # minutes
-_BATCHES_TO_COMPARE = 3  # of each kind of step, where ranks compute one batch together; each takes a wait
+_BATCHES_TO_COMPARE = 3  # of each kind of step, if ranks compute one batch together; each comparison synchronizes
 
 
 @dataclass(frozen=True)
 class _Convert(Step):
-    """What changes parameters and must come before all else."""
+    """Conversions that replace parameters, and must come first."""
 
     stage = Stage.CONVERT
     strategy: "ShardingStrategy"
@@ -125,7 +125,7 @@ class _Materialise(Step):
             draw_on=cpu if self.draw_on == "cpu" else context.device,
         )
         replicated, names = recall(module).replicated, dict(module.named_parameters())
-        replicated.update((name, names[name]) for name in replicated)  # they had to be made anew
+        replicated.update((name, names[name]) for name in replicated)  # they had to be created again
         context.report.note(
             context.strategy.name,
             f"{len(self.plan)} tensors initialised from the meta device, drawn on the {self.draw_on}",
@@ -135,14 +135,14 @@ class _Materialise(Step):
 
 @dataclass(frozen=True)
 class ShardStep(Step):
-    """Shards what is trained, each block of it by itself. How, a subclass says.
+    """Shards the module block by block. Subclasses define how.
 
     Args:
-        blocks: Patterns of blocks. None: what repeats.
+        blocks: Patterns of blocks. None: the blocks that repeat.
 
     Attributes:
-        part: The strategy's name, in the report and in messages.
-        missed: What is wrong with a parameter that was left out, for the message.
+        part: The strategy's name, for the report and for errors.
+        missed: Why a parameter was left out, for the error.
     """
 
     stage = Stage.SHARD
@@ -152,10 +152,10 @@ class ShardStep(Step):
 
     @abstractmethod
     def shard(self, module: LightningModule, blocks: Blocks, mesh: DeviceMesh) -> Any:
-        """Shard ``module`` and return what was done."""
+        """Shard ``module`` and return a record of it."""
 
     def report(self, done: Any, context: Context) -> None:
-        """Note what is particular to this way of sharding."""
+        """Report details of this kind of sharding."""
 
     @override
     def change(self, module: LightningModule, context: Context) -> nullcontext[None]:
@@ -177,7 +177,7 @@ class ShardStep(Step):
             )
         self._report_layout(done, context, origin=blocks.origin)
         self.report(done, context)
-        return nullcontext()  # undoing would need collectives, which an exception forbids
+        return nullcontext()  # undoing would need collectives, which are not possible after an exception
 
     def _report_layout(self, done: Any, context: Context, *, origin: Origin) -> None:
         layout = ", ".join(f"{name}={size}" for name, size in done.layout)
@@ -195,7 +195,7 @@ class ShardStep(Step):
 
 
 def gather_options(policy: DtypePolicy) -> dict[str, Any]:
-    """Return the arguments of `GatherOptions` for the types of ``policy``."""
+    """Return the arguments of `GatherOptions` for the dtypes of ``policy``."""
     return {
         "param_dtype": policy.param,
         "autocast": policy.autocast,
@@ -206,17 +206,17 @@ def gather_options(policy: DtypePolicy) -> dict[str, Any]:
 
 
 def check_known(owner: object, name: str, value: object, known: tuple[str, ...]) -> None:
-    """Raise ValueError if ``value`` is not one of those ``known``."""
+    """Raise ValueError if ``value`` is not in ``known``."""
     check_choice(name, value, known, of=type(owner).__name__, why="It is one of a few ways, each tested.")
 
 
 def check_sharding(
     owner: object, sharding: Sharding, *, replicate_size: int, reshard_after_forward: bool | int | str | None
 ) -> None:
-    """Refuse an unknown sharding, and one that contradicts the other options.
+    """Raise for an unknown sharding, or one that contradicts the other options.
 
     Raises:
-        ValueError: If it is either.
+        ValueError: In either case.
     """
     check_known(owner, "sharding", sharding, get_args(Sharding))
     if sharding == "none" and (replicate_size != 1 or reshard_after_forward not in (None, False)):
@@ -229,7 +229,7 @@ def check_sharding(
 
 
 class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
-    """Applies the one order with sharding in it. How parameters are sharded, a subclass says by a step of its own."""
+    """Applies all changes in order, with sharding among them. Subclasses shard in a step of their own."""
 
     shards = True
 
@@ -291,12 +291,12 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self._high_priority = high_priority_communication
         self._multiprocessors = communication_multiprocessors
         self._flight_recorder = None if flight_recorder is None else Path(flight_recorder)
-        self._in_effect = ExitStack()  # what is changed on the Trainer's loops
+        self._in_effect = ExitStack()  # changes of the Trainer's loops
         self._index_reads = IndexReads()
         self._recording: Recording | None = None
         self._buffers: BufferSync | None = None
-        self._compared: Counter[str] = Counter()  # batches, by the step that they are for
-        self._step: StepState | None = None  # of the optimizer step that has begun
+        self._compared: Counter[str] = Counter()  # batches, by kind of step
+        self._step: StepState | None = None  # the state of the current optimizer step
         self._steps_made = 0  # by optimizers, in this fit
         self._saw_backward = False
         self.checkpoints = Checkpoints(
@@ -305,7 +305,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
 
     @property
     def state_key(self) -> str:
-        """What a Trainer asks its callbacks for, and no strategy."""
+        """Raise a hint: a Trainer reads this attribute of callbacks, and never of a strategy."""
         name = type(self).__name__
         raise AttributeError(
             f"{name} is given among the callbacks. It is a strategy, of which a Trainer takes one, in another place."
@@ -315,7 +315,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
     @property
     @override
     def settings(self) -> dict[str, Any]:
-        """How the module is divided now, under the names of the arguments; what it takes of memory follows from it."""
+        """How the module is divided, with the names of the arguments; memory use depends on it."""
         return {
             "sharding": self.sharding,
             "replicate_size": self.replicate_size,
@@ -324,37 +324,37 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
             "blocks": self.blocks,
         }
 
-    # What a subclass says
+    # Methods of subclasses
 
     @abstractmethod
     def _own_steps(self, module: LightningModule, precision: PolicyPrecision) -> list[Step]:
         """Return the steps that shard."""
 
     def _after_sharding(self) -> None:
-        """Do what remains before copies are sharded and optimizers are made."""
+        """Called before copies are sharded and optimizers are created."""
 
     def _within_step(self, step: StepState) -> AbstractContextManager[None]:
-        """Return a context in which a step reads parameters as the module has them."""
+        """Return a context in which a step reads whole parameters."""
         return nullcontext()
 
     def _within_backward(self) -> AbstractContextManager[None]:
-        """Return a context in which the backward itself runs, and none of the hooks around it."""
+        """Return a context around the backward itself, without the hooks before and after it."""
         return nullcontext()
 
     def _after_evaluation(self) -> None:
         """Do what a backward would have done."""
 
     def _note_reduced(self, names: Sequence[str]) -> None:
-        """Take note of which gradients this device is about to sum with those of the others."""
+        """Called before this rank reduces these gradients with the other ranks."""
 
     def _after_averaging(self) -> None:
-        """Do what follows the last backward of an optimizer step."""
+        """Called after the last backward of an optimizer step."""
 
     @abstractmethod
     def _mark(self) -> int:
-        """Return a checksum of what training steps have run, which is the same on all devices."""
+        """Return a checksum of what training steps have run, which must be the same on all ranks."""
 
-    # Setting up
+    # Setup
 
     @override
     def _configure_launcher(self) -> None:
@@ -390,14 +390,14 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
                 multiprocessors=self._multiprocessors,
             )
             destroy_at_exit()
-        with come_together(self.cluster_environment, timeout=self._patience):
+        with rendezvous(self.cluster_environment, timeout=self._patience):
             self._setup_distributed()
         self._device_mesh = build_mesh(self.root_device.type, sizes)
-        self.lightning_module._device_mesh = self._device_mesh  # a `configure_model` may ask for it
+        self.lightning_module._device_mesh = self._device_mesh  # a `configure_model` may read it
         self._change_loops(self.lightning_module.trainer)
 
     def _check_processes(self) -> None:
-        """Refuse, in each process, any other number of them: they would wait for those that are not there."""
+        """Raise, in each process, if the number of processes is wrong: they would wait for missing ones."""
         assert self.cluster_environment is not None
         started, wanted = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
         if started != wanted:
@@ -413,19 +413,19 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
 
     def _refuse_unlike(self) -> None:
         raise RuntimeError(
-            "In training_step some devices have gathered other parameters, or in another order, than the others."
-            " Collectives meet by their order, whatever they are of, so that what was computed since then is wrong."
-            " That happens where a device chooses by its own batch which module it runs, or which branch of one."
-            " Let all devices run the same, with a loss times 0 where it shall not count, or use"
+            "In training_step, ranks have gathered different parameters, or gathered them in a different order."
+            " Collectives are matched by call order, so all results since then are wrong."
+            " This happens if ranks run different modules or branches depending on their batch."
+            " Let all ranks run the same, with a loss times 0 where it must not count, or use"
             " strategy='ddp_find_unused_parameters_true'."
         )
 
     def _check_communication(self) -> None:
-        """Refuse what is asked of NCCL where it does not communicate, or say that."""
+        """Raise, or warn, if NCCL options are given but NCCL is not used."""
         backend = self._get_process_group_backend()
         if "nccl" in backend:
             return
-        if self._flight_recorder is not None:  # of the run nothing depends on it
+        if self._flight_recorder is not None:  # the run does not depend on it
             rank_zero_warn(
                 f"{type(self).__name__}(flight_recorder={str(self._flight_recorder)!r}) has no effect."
                 f" What records is NCCL's, and {backend} communicates here: a collective that hangs leaves no file."
@@ -448,7 +448,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
     @override
     def _get_process_group_backend(self) -> str:
         if self._process_group_backend is None and self.root_device.type == "cuda":
-            # Both: clipping of offloaded gradients, polls and objects go over gloo, and do not wait for the GPU.
+            # Both: clipping of offloaded gradients, polls and objects use gloo, and do not wait for the GPU.
             return "cpu:gloo,cuda:nccl"
         return super()._get_process_group_backend()
 
@@ -505,7 +505,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
 
     @override
     def model_to_device(self) -> None:
-        # Sharding moved parameters and buffers; what is left are metrics and the module's own idea of its device.
+        # Sharding moved parameters and buffers; metrics and the module's `device` remain.
         assert self.lightning_module is not None
         if self._offload or has_weak_references(self.lightning_module):
             move_all_but_parameters(self.lightning_module, self.root_device)
@@ -515,7 +515,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
 
     @property
     def _gathers(self) -> bool:
-        """Whether a device holds parts of parameters alone, which all need in each step."""
+        """Whether ranks hold only parts of parameters, which all ranks need in each step."""
         return num_shares(data_mesh(self.device_mesh)) > 1
 
     @property
@@ -525,13 +525,13 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
     # Steps
 
     def _open_step(self) -> StepState:
-        """Return the state of the present optimizer step, which begins here if there is none."""
+        """Return the state of the current optimizer step, which begins now if there is none."""
         if self._step is None:
             self._step = StepState(self._steps_made)
         return self._step
 
     def _close_step(self) -> None:
-        """End the present optimizer step; what follows in a manual step belongs to the next."""
+        """End the current optimizer step; the rest of a manual step belongs to the next."""
         self._steps_made += 1
         self._step = StepState(self._steps_made, is_manual=True) if self._in_manual_step else None
 
@@ -575,14 +575,14 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self._give_buffers()
 
     def _give_buffers(self) -> None:
-        """Give all devices the first one's buffers, those of averages too: these are evaluated and saved instead."""
+        """Broadcast rank 0's buffers, including those of averages, which may be evaluated and saved instead."""
         if self._buffers is None:
             return
         self._buffers()
         assert self.lightning_module is not None
         for copy in averaged_copies(self.lightning_module.trainer.callbacks):  # type: ignore[attr-defined]
             buffers = [*copy.buffers()]
-            here = [buffer.to(self.root_device) for buffer in buffers]  # an average may be kept on the CPU
+            here = [buffer.to(self.root_device) for buffer in buffers]  # an average may be on the CPU
             give_first(here, group=self._replicas)
             for buffer, given in zip(buffers, here, strict=True):
                 if given is not buffer:
@@ -590,7 +590,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
 
     @contextmanager
     def _evaluation(self, step: str, args: tuple[Any, ...]) -> Iterator[None]:
-        if self._gathers:  # else devices may evaluate unlike numbers of batches
+        if self._gathers:  # otherwise ranks may evaluate different numbers of batches
             self._poll.poll()
         self._index_reads.check()
         self._compare_batch(step, args)
@@ -605,7 +605,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # As Lightning's own, but that `on_after_backward` sees gradients that are averaged, as it does under DDP.
+        # As Lightning's own, except that `on_after_backward` sees averaged gradients, as under DDP.
         module, precision = self.lightning_module, self.precision_plugin
         assert module is not None
         self.pre_backward(closure_loss)
@@ -629,7 +629,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         return recall(self.lightning_module).replicated
 
     def _refuse_backward_unseen(self) -> None:
-        """Refuse what would let gradients be those of one device's part of the batch."""
+        """Raise if gradients would be those of one rank's part of the batch."""
         unaveraged = not self._saw_backward and self._replicas.size() > 1
         if unaveraged and any(p.grad is not None for p in self._replicated.values()):
             raise RuntimeError(
@@ -662,11 +662,11 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         if is_manual:
             return result
         if precision.grad_norm is not None and self.lightning_module is not None:
-            # A tensor on the device: it is read where the logger writes, and not before.
+            # A tensor on the device: it is read when the logger writes, and not before.
             self.lightning_module.log("grad_norm", precision.grad_norm)
         return result
 
-    # Ending
+    # Teardown
 
     @override
     def on_train_end(self) -> None:
@@ -676,7 +676,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
 
     @override
     def teardown(self) -> None:
-        undo(self)  # Lightning calls this after an error too
+        undo(self)  # Lightning also calls this after an error
         self._in_effect.close()
         try:
             self.checkpoints.close()
@@ -699,7 +699,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        self._give_buffers()  # any rank may be the one that writes what all have: it must be what the first has
+        self._give_buffers()  # any rank may write replicated values: they must be those of rank 0
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     @override
@@ -721,7 +721,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self.checkpoints.load_optimizers()
 
     def find_last_checkpoint(self, trainer: Trainer) -> Path | None:
-        """Return what ``ckpt_path="last"`` means, or None if there is none."""
+        """Return the checkpoint that ``ckpt_path="last"`` refers to, or None."""
         return self.checkpoints.find_last(trainer)
 
     @override

@@ -1,4 +1,4 @@
-"""Sharding as plain tensor code, which the compiler sees and schedules."""
+"""Sharding as plain tensor code, which the compiler traces and schedules."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -58,7 +58,7 @@ Overlap = Literal["blocks", "none"]
 
 _PART = "SimpleFSDPStrategy"
 
-_NOT_HERE: dict[str, tuple[Any, str]] = {  # options of FSDP2Strategy: what they are by default, and why nothing else
+_NOT_HERE: dict[str, tuple[Any, str]] = {  # options of FSDP2Strategy: the default, and why no other value is possible
     "prefetch": (None, "The compiler places gathers, each beside the block before."),
     "offload": (False, "A graph reads shards where it computes, and they are on the device."),
     "outside": ((), "Any read of a parameter gathers it, and none needs to be named."),
@@ -70,12 +70,12 @@ _NOT_HERE: dict[str, tuple[Any, str]] = {  # options of FSDP2Strategy: what they
 
 @dataclass(frozen=True)
 class _Graphs(Step):
-    """What the compiler does to gathers and reductions; around the compilation of whole roots."""
+    """Compiler passes for gathers and reductions, active during the compilation of whole roots."""
 
     stage = Stage.COMPILE
     strategy: "SimpleFSDPStrategy"
     options: ParametriseOptions
-    compiles: bool  # since no Compile is given
+    compiles: bool  # because no Compile is given
 
     @override
     @contextmanager
@@ -90,7 +90,7 @@ class _Graphs(Step):
             stack.enter_context(random_states_in_place())
             stack.enter_context(gradients_apart())
             why = self._not_put_together(module)
-            # Programs know where their device's part of what is gathered lies, and inductor's caches do not.
+            # Programs depend on the device's position in the mesh, which inductor's caches do not know.
             here = f"{plan} at {context.mesh and context.mesh.get_coordinate()}"
             stack.enter_context(overlap.bucketing(together=why is None, key=here, told=_Told(context.report)))
             context.report.note(
@@ -172,7 +172,7 @@ def _compilers(module: LightningModule) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Told:
-    """Writes into the report what each graph communicates."""
+    """Writes to the report what each graph communicates."""
 
     report: Report
 
@@ -195,53 +195,53 @@ class _Parametrise(ShardStep):
 
 
 class SimpleFSDPStrategy(ShardingStrategy):
-    """Shard parameters, gradients and optimizer state by tensor code that is compiled with the model.
+    """Shard parameters, gradients and optimizer state with tensor code that is compiled with the model.
 
-    One graph for each outermost submodule holds compute and communication, and the compiler puts gathers and reductions
-    together by block and hides them behind the work of other blocks. The module stays as it is, and names of parameters
-    do not change. Options and checkpoints are those of FSDP2Strategy: a user switches by changing the name.
+    One graph per outermost submodule contains compute and communication. The compiler groups gathers and reductions by
+    block, and overlaps them with other blocks. The module needs no changes, and parameter names stay the same. Options
+    and checkpoints are those of FSDP2Strategy: to switch, change the name.
 
-    A `Compile` that is given compiles each outermost submodule whole; without one, the strategy does. If one does not
-    compile as one graph, its blocks are compiled instead, and a warning says so.
+    A `Compile` callback compiles each outermost submodule as one graph; without it, the strategy does. If that fails
+    for a submodule, its blocks are compiled instead, with a warning.
 
     Args:
         sharding: ``"full"`` shards parameters, gradients and optimizer state; ``"gradients"`` keeps parameters
             gathered from forward to backward; ``"none"`` keeps a copy on every device, as DDP does.
         reshard_after_forward: Overrides that part of ``sharding``: True or False.
-        replicate_size: Copies of the sharded model. Each copy is sharded over neighbours.
-        blocks: Patterns of submodules whose parameters are gathered together. None: what repeats.
+        replicate_size: Number of replicas of the sharded model. Each is sharded over adjacent ranks.
+        blocks: Patterns of submodules whose parameters are gathered together. None: the blocks that repeat.
         sync: When gradients are reduced under ``accumulate_grad_batches``. The reduction is part of the graph, so it
-            is after each microbatch: ``"every"``, which ``"auto"`` means here; ``"last"`` is refused.
-        overlap: ``"blocks"`` lets inductor put together the collectives of each block, and gather a block while the
-            one before it computes; ``"none"`` leaves each parameter's as they are.
-        prefetch: As all up to ``tensor_parallel_plan``, of FSDP2Strategy only: what it has by default is taken, so that
-            one configuration serves both, and anything else refused with the reason.
+            runs after each microbatch: ``"every"``, which is also the meaning of ``"auto"``; ``"last"`` is refused.
+        overlap: ``"blocks"`` lets inductor group the collectives of each block, and gather a block while the previous
+            one computes; ``"none"`` keeps one collective per parameter.
+        prefetch: An option of FSDP2Strategy, like all up to ``tensor_parallel_plan``: its default is accepted, so that
+            one configuration works with both strategies; any other value is refused.
         offload: See ``prefetch``.
         outside: See ``prefetch``.
         unused_parameters: See ``prefetch``.
         tensor_parallel_size: See ``prefetch``.
         tensor_parallel_plan: See ``prefetch``.
-        meta_device: Run ``configure_model`` on the meta device, so that what it builds never exists whole. The values
-            are those that it would have had.
-        initialise_on: Where the values of a module that is built on the meta device are drawn: ``"cpu"`` gives those of
-            a module built in place, ``"device"`` is faster.
-        sigterm_every: Steps between two questions whether any device got SIGTERM, or the signal upon which SLURM's job
-            is saved and requeued; all heed it within twice as many.
+        meta_device: Run ``configure_model`` on the meta device, so that the model never exists unsharded. The initial
+            values are the same.
+        initialise_on: Where random initial values are drawn if the module was built on the meta device: ``"cpu"`` gives
+            the values of a module built in place, ``"device"`` is faster.
+        sigterm_every: Steps between two checks whether any rank received SIGTERM, or SLURM's requeue signal; all ranks
+            act on it within twice as many steps.
         process_group_backend: None: NCCL for GPUs and gloo for CPUs, both.
-        timeout_minutes: After which a collective that hangs is an error.
-        high_priority_communication: Let NCCL's kernels go before others.
-        communication_multiprocessors: How many of a GPU's multiprocessors a collective may take at most from the
-            products beside it. None: as many as NCCL finds fastest.
-        flight_recorder: A folder for what each device last sent, written when a collective hangs. None: nothing.
-        save: ``"sharded"``: a checkpoint is a folder to which every device writes its part. ``"full"``: one file,
-            gathered on the first, as a single device would write it.
-        async_save: Copy the state to the host, and write it while training goes on.
-        weights_only: Read nothing from a checkpoint that could run code.
-        on_unreplayable: What becomes of a run that could not be resumed exactly: ``"warn"`` or ``"refuse"``.
+        timeout_minutes: A collective that takes longer is an error.
+        high_priority_communication: Run NCCL's kernels with high priority.
+        communication_multiprocessors: The maximum number of a GPU's multiprocessors that a collective may use. None:
+            NCCL's default.
+        flight_recorder: A folder for a record of each rank's last collectives, written if one hangs. None: no record.
+        save: ``"sharded"``: a checkpoint is a folder to which every rank writes its part. ``"full"``: one file,
+            gathered on rank 0, as a single device would write it.
+        async_save: Copy the state to the host, and write it while training continues.
+        weights_only: Load only data from a checkpoint that cannot run code.
+        on_unreplayable: ``"warn"`` or ``"refuse"`` if the run could not be resumed exactly.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If a choice is unknown, impossible here, or two contradict each other.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a choice is unknown or not supported here, or if two contradict each other.
 
     Example::
 
@@ -325,7 +325,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
         )
         self.overlap: Overlap = overlap
         self._reshard = sharding == "full" if reshard_after_forward is None else reshard_after_forward
-        self._compiled: Compiled | None = None  # where no Compile is given
+        self._compiled: Compiled | None = None  # if no Compile is given
         self._proven = False
 
     @property
@@ -385,12 +385,12 @@ class SimpleFSDPStrategy(ShardingStrategy):
     @override
     @contextmanager
     def _within_backward(self) -> Iterator[None]:
-        # What is recomputed reads parameters again.
+        # Recomputation reads parameters again.
         step, gathering = "The backward of training_step", self._gathering
         with ExitStack() as stack:
             stack.enter_context(gathering.reading(whole=True))
             stack.enter_context(refusing_gradients_of_shards(step))
-            if not self._in_manual_step:  # else the step says it
+            if not self._in_manual_step:  # otherwise the step reports it
                 stack.enter_context(explaining_shards_read(step))
                 stack.enter_context(explaining_types(step, param_dtype=gathering.options.module_dtype))
             yield
@@ -412,6 +412,6 @@ class SimpleFSDPStrategy(ShardingStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        # In a manual step: an optimizer of ours may read parameters through their modules, and wants shards.
+        # In a manual step: an optimizer of this package may read parameters through their modules, and needs shards.
         with self._gathering.reading(whole=False):
             return super().optimizer_step(optimizer, closure, model, **kwargs)

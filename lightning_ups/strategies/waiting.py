@@ -1,4 +1,4 @@
-"""The processes of a run coming together: for whom one waits, and why they do not meet."""
+"""Reports processes that do not reach the rendezvous of a run."""
 
 import logging
 import threading
@@ -9,26 +9,26 @@ from datetime import timedelta
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
-__all__ = ["come_together"]
+__all__ = ["rendezvous"]
 
-PATIENCE_S, LONGER = 20.0, 5  # the next time after five times as long
+PATIENCE_S, LONGER = 20.0, 5  # each pause is five times as long as the one before
 _logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def come_together(environment: ClusterEnvironment, *, timeout: timedelta) -> Iterator[None]:
-    """Tell, on one process of each node, of a context in which the others do not come, and of one that fails for it.
+def rendezvous(environment: ClusterEnvironment, *, timeout: timedelta) -> Iterator[None]:
+    """Log, on one process of each node, that the context waits for other processes, and explain its timeout.
 
     Args:
-        environment: Which says how many there are, and where they meet.
-        timeout: After which torch gives up.
+        environment: The cluster environment, with the number of processes and the address.
+        timeout: The time after which torch gives up.
 
     Raises:
-        RuntimeError: If they have not met.
+        RuntimeError: If the rendezvous failed.
     """
     over = threading.Event()
     if environment.local_rank() == 0 and not dist.is_initialized():
-        # A daemon: torch waits in C++, and whoever ends this process meanwhile is not to wait for the next line.
+        # A daemon: torch waits in C++, and a process that is ended meanwhile must not wait for this thread.
         threading.Thread(target=_tell, args=(over, environment, timeout), daemon=True).start()
     try:
         yield
@@ -51,19 +51,19 @@ def _tell(over: threading.Event, environment: ClusterEnvironment, timeout: timed
 def _why(error: str, environment: ClusterEnvironment, timeout: timedelta) -> str:
     if "EADDRINUSE" in error:
         return (
-            f"{_process(environment)} cannot have port {environment.main_port}, at which the others would meet it."
-            " Another process of this machine has it, perhaps of another run, or of one that has not ended."
+            f"{_process(environment)} cannot use port {environment.main_port} for the rendezvous."
+            " Another process of this machine uses it, perhaps of another run, or of one that has not ended."
             " End that one, or set MASTER_PORT to a free port, the same for all processes."
         )
     return (
         f"{_process(environment)} has not met the others at {_place(environment)} in"
-        f" {timeout.total_seconds() / 60:g} minutes. {_NEEDED} What torch says: {error.splitlines()[0]}"
+        f" {timeout.total_seconds() / 60:g} minutes. {_NEEDED} Torch's error: {error.splitlines()[0]}"
     )
 
 
 _NEEDED = (
-    "All have to be started, each with a rank of its own and with the same address, port and number of processes,"
-    " and reach that address."
+    "Start all of them, each with its own rank and with the same address, port and number of processes."
+    " All must be able to reach that address."
 )
 
 

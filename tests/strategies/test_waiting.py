@@ -10,7 +10,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy, waiting
-from lightning_ups.strategies.waiting import come_together
+from lightning_ups.strategies.waiting import rendezvous
 from tests.toys import Net, loader
 
 LOGGER = "lightning_ups.strategies.waiting"
@@ -34,45 +34,45 @@ def environment(port):
     return environment
 
 
-def test_a_wait_is_told_each_time_after_longer(environment, port, monkeypatch, caplog):
+def test_a_wait_is_logged_after_longer_and_longer_pauses(environment, port, monkeypatch, caplog):
     monkeypatch.setattr(waiting, "PATIENCE_S", 0.1)
-    with caplog.at_level(logging.WARNING, LOGGER), come_together(environment, timeout=timedelta(minutes=30)):
+    with caplog.at_level(logging.WARNING, LOGGER), rendezvous(environment, timeout=timedelta(minutes=30)):
         deadline = time.monotonic() + 10
         while len(caplog.messages) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
     first, second = caplog.messages
     assert first.startswith("Process 0 of 2, by LightningEnvironment, has waited 0.1 s for the others at 127.0.0.1:")
-    assert f":{port}. All have to be started, each with a rank of its own" in first
+    assert f":{port}. Start all of them, each with its own rank" in first
     assert first.endswith("It gives up after 30 minutes.")
     assert "has waited 0.6 s" in second
 
 
-def test_who_waits_for_nobody_says_nothing(environment, monkeypatch, caplog):
+def test_nothing_is_logged_without_a_wait(environment, monkeypatch, caplog):
     monkeypatch.setattr(waiting, "PATIENCE_S", 0.05)
     with caplog.at_level(logging.WARNING, LOGGER):
-        with come_together(environment, timeout=timedelta(minutes=30)):
+        with rendezvous(environment, timeout=timedelta(minutes=30)):
             pass
         monkeypatch.setenv("LOCAL_RANK", "1")
-        with come_together(environment, timeout=timedelta(minutes=30)):  # beside one that says it
+        with rendezvous(environment, timeout=timedelta(minutes=30)):  # beside one that says it
             time.sleep(0.2)
         time.sleep(0.1)
     assert not caplog.messages
 
 
-def test_a_port_that_another_has_is_told(environment, port):
+def test_a_port_in_use_is_an_error(environment, port):
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
         with (
-            pytest.raises(RuntimeError, match=f"cannot have port {port}.*set MASTER_PORT to a free port"),
-            come_together(environment, timeout=timedelta(seconds=5)),
+            pytest.raises(RuntimeError, match=f"cannot use port {port}.*set MASTER_PORT to a free port"),
+            rendezvous(environment, timeout=timedelta(seconds=5)),
         ):
             dist.TCPStore("127.0.0.1", port, 2, is_master=True, timeout=timedelta(seconds=5))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", [FSDP2Strategy, SimpleFSDPStrategy])
-def test_processes_that_do_not_come_are_told_by_a_strategy(port, kind):
+def test_a_strategy_reports_missing_processes(port, kind):
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -81,12 +81,12 @@ def test_processes_that_do_not_come_are_told_by_a_strategy(port, kind):
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    told = rf"Process 0 of 2, .* has not met the others at 127.0.0.1:{port} in 0.02 minutes.*What torch says: Timed out"
+    told = rf"Process 0 of 2, .* has not met the others at 127.0.0.1:{port} in 0.02 minutes.*Torch's error: Timed out"
     with pytest.raises(RuntimeError, match=told):
         trainer.fit(Net(), loader())
     assert not dist.is_initialized()
 
 
 def test_other_errors_are_left_alone(environment):
-    with pytest.raises(ZeroDivisionError), come_together(environment, timeout=timedelta(minutes=30)):
+    with pytest.raises(ZeroDivisionError), rendezvous(environment, timeout=timedelta(minutes=30)):
         _ = 1 / 0

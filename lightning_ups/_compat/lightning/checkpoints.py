@@ -1,4 +1,4 @@
-"""The checkpoints that Lightning finds for ``ckpt_path="last"``, and going back to one within a fit."""
+"""Finds checkpoints for ``ckpt_path="last"``, and rolls back to a checkpoint within a fit."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,11 +24,11 @@ __all__ = [
     "roll_back",
 ]
 
-_UNTIL_THE_END = ExitStack()  # of the process
+_UNTIL_THE_END = ExitStack()  # until the process ends
 
 
 def last_checkpoints(trainer: Trainer) -> set[str]:
-    """Return those of which Lightning would take the newest. If there is none, it warns and continues without."""
+    """Return the checkpoints of which Lightning would take the newest. If there is none, it warns."""
     found = {path for path in _on_exception(trainer) if get_filesystem(path).exists(path)}
     for callback in _savers(trainer):
         found |= callback._find_last_checkpoints(trainer)
@@ -36,7 +36,7 @@ def last_checkpoints(trainer: Trainer) -> set[str]:
 
 
 def checkpoint_folders(trainer: Trainer) -> dict[Path, bool]:
-    """Return the directories in which Lightning looks for the last checkpoint, and whether one is kept there."""
+    """Map each directory in which Lightning looks for the last checkpoint to whether one is saved there."""
     found = {Path(path).parent: True for path in _on_exception(trainer)}
     for callback in _savers(trainer):
         folder = str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
@@ -47,9 +47,9 @@ def checkpoint_folders(trainer: Trainer) -> dict[Path, bool]:
 
 @cache
 def ask_strategy_for_last() -> None:
-    """Let Lightning ask a strategy that has ``find_last_checkpoint`` what ``ckpt_path="last"`` means.
+    """Let Lightning ask a strategy with ``find_last_checkpoint`` what ``ckpt_path="last"`` refers to.
 
-    Lightning looks for it before any hook of a callback or a strategy, and takes the newest path, whole or not.
+    Lightning looks for it before any hook of a callback or a strategy, and takes the newest path, even if incomplete.
     """
     target = "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector._parse_ckpt_path"
     _UNTIL_THE_END.enter_context(applied(target, _asking_strategy))
@@ -63,7 +63,7 @@ def _asking_strategy(stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(self, state_fn, ckpt_path, **options)
         found = find(self.trainer)
         if found is None and last_checkpoints(self.trainer):
-            return None  # they are all torn, which the strategy has said
+            return None  # all are incomplete; the strategy has warned
         return stock(self, state_fn, ckpt_path if found is None else str(found), **options)
 
     return parse
@@ -72,11 +72,11 @@ def _asking_strategy(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _means_last(connector: Any, state_fn: TrainerFn, ckpt_path: Any) -> bool:
     if ckpt_path is not None or state_fn != TrainerFn.FITTING or not _on_exception(connector.trainer):
         return ckpt_path == "last"
-    return connector._hpc_resume_path is None  # of a requeued job: it comes first
+    return connector._hpc_resume_path is None  # the checkpoint of a requeued job comes first
 
 
 def checkpoints_beside(trainer: Trainer) -> list[Path]:
-    """Return the checkpoints, oldest first, that runs with the same loggers left in folders of their own."""
+    """Return the checkpoints, oldest first, that runs with the same loggers left in their folders."""
     folders = {
         Path(each.save_dir, str(each.name)) for each in trainer.loggers if each.save_dir and each.name is not None
     }
@@ -99,13 +99,13 @@ def _on_exception(trainer: Trainer) -> set[str]:
 
 
 def _by_age(paths: Iterable[Path]) -> list[Path]:
-    # Of two that were written at once, the one that is called the last.
+    # Of two that were written at once, the one named last.
     return sorted(paths, key=lambda path: (path.stat().st_mtime, path.name.startswith("last")))
 
 
 @contextmanager
 def asked_weights_only(trainer: Any) -> Iterator[list[bool | None]]:
-    """Yield a list that gets the argument ``weights_only`` of the ``fit`` that begins: Lightning keeps it nowhere."""
+    """Yield a list that receives the argument ``weights_only`` of the next ``fit``, which Lightning does not store."""
     asked: list[bool | None] = []
 
     def noting(stock: Callable[..., None]) -> Callable[..., None]:
@@ -121,15 +121,14 @@ def asked_weights_only(trainer: Any) -> Iterator[list[bool | None]]:
 
 
 def roll_back(trainer: Any, path: Path, *, weights_only: bool | None = False) -> None:
-    """Restore from ``path`` what the steps since then have changed; every rank takes part.
+    """Restore what the steps since the checkpoint at ``path`` have changed. A collective.
 
-    The run continues with the next batch, as the step that it was when the checkpoint was saved. Callbacks keep their
-    state.
+    The run continues with the next batch, at the step count of the checkpoint. Callbacks keep their state.
 
     Args:
-        trainer: In a fit.
-        path: A whole checkpoint.
-        weights_only: As for ``Trainer.fit``. False suits a checkpoint that this run has written.
+        trainer: A Trainer in a fit.
+        path: A complete checkpoint.
+        weights_only: As for ``Trainer.fit``. Use False for a checkpoint that this run has written.
     """
     connector = trainer._checkpoint_connector
     connector.resume_start(str(path), weights_only=weights_only)
@@ -143,7 +142,7 @@ def roll_back(trainer: Any, path: Path, *, weights_only: bool | None = False) ->
 
 
 def _restore_progress(trainer: Any, saved: dict[str, Any]) -> None:
-    # Of the loops only what counts steps: epochs and batches say where the data are.
+    # Of the loops, restore only step counts: epochs and batches are the position in the data.
     epoch_loop = trainer.fit_loop.epoch_loop
     steps = epoch_loop.automatic_optimization.optim_progress
     steps.load_state_dict(saved["epoch_loop.automatic_optimization.optim_progress"])

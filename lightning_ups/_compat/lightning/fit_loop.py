@@ -1,4 +1,4 @@
-"""Where Lightning's fit loop stands with its data, which it tells nobody. Lightning itself is not imported."""
+"""Private state of Lightning's fit loop: its position in the data. Does not import Lightning."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,17 +30,17 @@ __all__ = [
 def follow_loaders(
     trainer: Any, *, before: Callable[[list[Any]], list[Any]], epoch: Callable[[], list[bool] | None]
 ) -> Callable[[], None]:
-    """Call ``before`` with the training loaders whenever Lightning made them, and ``epoch`` when it iterates over them.
+    """Call ``before`` with the training loaders when Lightning has created them, and ``epoch`` when they are iterated.
 
     Args:
-        trainer: Before its fit loop ran.
-        before: Gets the loaders, each as Lightning processed it, before an iterator exists, and returns what stands for
-            them.
-        epoch: Is called each time when the loaders are iterated anew, and may return, for each loader, whether it was
-            read to its end in this epoch before.
+        trainer: A Trainer before its fit loop runs.
+        before: Receives the loaders as processed by Lightning, before an iterator exists, and returns their
+            replacements.
+        epoch: Called when the loaders are iterated again; may return, for each loader, whether it was exhausted earlier
+            in this epoch.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     fit_loop, undo = trainer.fit_loop, ExitStack()
 
@@ -54,7 +54,7 @@ def follow_loaders(
 
         return load_states
 
-    # The last call between the making of the loaders and their use.
+    # The last call between the creation of the loaders and their use.
     target = "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states"
     undo.enter_context(applied(target, following, owner=fit_loop))
     return undo.close
@@ -72,18 +72,18 @@ def _announcing(kind: type, epoch: Callable[[], list[bool] | None]) -> type:
 
 
 def batches_taken(trainer: Any) -> int:
-    """Return of how many batches of this epoch the loop has made the step; one that it is amid does not count."""
+    """Return the number of batches of this epoch whose step is done; a step in progress does not count."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.processed
 
 
 def is_within_step(trainer: Any) -> bool:
-    """Return whether the loop has taken a batch, and has not made its step yet."""
+    """Return whether a batch's step is in progress."""
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     return current.ready > current.processed
 
 
 def set_batches_taken(trainer: Any, number: int) -> None:
-    """Let the loop count as if it had taken ``number`` batches of this epoch."""
+    """Set the loop's count to ``number`` consumed batches of this epoch."""
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     difference = number - current.processed
     for name in ("ready", "started", "processed", "completed"):
@@ -91,15 +91,15 @@ def set_batches_taken(trainer: Any, number: int) -> None:
 
 
 def begin_epoch_anew(trainer: Any) -> None:
-    """Let the loop forget the batches of an epoch that was over when it was saved.
+    """Reset the loop's batch count if it was saved at the end of an epoch.
 
-    Lightning does so only where it knows the number of batches, and the next epoch has no more of them; elsewhere it
-    takes the next epoch to be over, or begun, as well.
+    Lightning only does so if it knows the number of batches, and if the next epoch has no more of them; otherwise it
+    assumes that the next epoch is also over, or has begun.
     """
     epochs, most = trainer.fit_loop.epoch_progress, trainer.fit_loop.max_epochs
     ended = trainer.fit_loop.restarted_mid_epoch and epochs.current.ready == epochs.current.processed
     if ended and (most == -1 or epochs.current.processed < most):
-        # Lightning ends that epoch and begins the next without counting it: a later save would pass for one at an end.
+        # Lightning ends that epoch and begins the next without counting it: a later save would look like one at an end.
         epochs.increment_ready()
         epochs.increment_started()
     progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -111,9 +111,9 @@ def begin_epoch_anew(trainer: Any) -> None:
 
 
 def end_restart_after_epoch(trainer: Any) -> None:
-    """Let a loop that was saved when it had ended an epoch begin the next one; call it before the loop is reset.
+    """Let a loop that was saved at the end of an epoch begin the next one; call before the loop is reset.
 
-    Lightning does so by itself, unless ``max_steps`` is given: it then trains a batch more of the epoch that has ended.
+    Lightning does so unless ``max_steps`` is given; then it trains one more batch of the epoch that has ended.
     """
     current = trainer.fit_loop.epoch_progress.current
     if current.processed and current.ready == current.started == current.processed:
@@ -121,25 +121,25 @@ def end_restart_after_epoch(trainer: Any) -> None:
 
 
 def _end_restart(loop: Any) -> None:
-    loop._restarting = False  # the setter would make it True again
+    loop._restarting = False  # the setter would set it to True again
     for inner in vars(loop).values():
         if hasattr(inner, "_restarting"):
             _end_restart(inner)
 
 
 def counts_last_batch(trainer: Any) -> bool:
-    """Return whether the loop has counted its last batch as completed; at its end it then begins the next epoch."""
+    """Return whether the loop has counted its last batch as completed; if so, it next begins a new epoch."""
     total = trainer.fit_loop.epoch_loop.batch_progress.total
     return total.completed == total.processed
 
 
 def is_epoch_over(trainer: Any) -> bool:
-    """Return whether the step of the epoch's last batch was made."""
+    """Return whether the step of the epoch's last batch is done."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch) and not is_within_step(trainer)
 
 
 def fetches_in_step(trainer: Any) -> bool:
-    """Return whether ``training_step(dataloader_iter)`` takes its batches itself: hooks before it get an older one."""
+    """Return whether ``training_step(dataloader_iter)`` takes batches itself: hooks before it get an older one."""
     return type(trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
 
 
@@ -149,42 +149,42 @@ def in_accumulation(trainer: Any) -> bool:
 
 
 def is_before_validation(trainer: Any) -> bool:
-    """Return whether a validation comes next, after a step; a run that is saved now and resumed leaves it out."""
+    """Return whether a validation comes next, after a step; a run resumed from here would skip it."""
     epoch_loop, total = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.batch_progress.total
     just_stepped = total.ready == total.processed == total.completed + 1
     return just_stepped and epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
 
 
 def follows_metric(trainer: Any) -> bool:
-    """Return whether a schedule follows a metric; a resumed run leaves its next step out, with metrics unknown."""
+    """Return whether a scheduler depends on a metric; a resumed run skips its next step, without the metric."""
     return any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
 
 
 def reloads_unlike(trainer: Any) -> bool:
-    """Return whether a run that is saved now and resumed makes its loaders at other times than this one."""
+    """Return whether a run resumed from here would reload its loaders at other times than this one."""
     every = trainer.reload_dataloaders_every_n_epochs
     return every > 1 or (every == 1 and is_epoch_over(trainer))
 
 
 def restarted_loaders(trainer: Any) -> list[bool]:
-    """Return, for each loader, whether it was read to its end in this epoch, and begun again."""
+    """Return, for each loader, whether it was exhausted in this epoch and started again."""
     iterator = getattr(trainer.fit_loop._combined_loader, "_iterator", None)
     return list(getattr(iterator, "_consumed", []))
 
 
 def logged_step(trainer: Any) -> int:
-    """Return the number under which loggers get what Lightning logs of the step that is ending."""
+    """Return the step number that Lightning gives to loggers for the step that is ending."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def is_logging_step(trainer: Any) -> bool:
-    """Return whether the step that is ending is one that Lightning logs."""
+    """Return whether Lightning logs the step that is ending."""
     every = trainer.log_every_n_steps
     return every > 0 and (logged_step(trainer) + 1) % every == 0
 
 
 def leaves_no_files(trainer: Any) -> bool:
-    """Return whether a run only tries something: ``fast_dev_run``, ``barebones``, or a trial of Lightning's Tuner."""
-    # The Tuner begins a fit whose first callback makes the trials, and then ends it.
+    """Return whether this is a trial run: ``fast_dev_run``, ``barebones``, or Lightning's Tuner."""
+    # The Tuner starts a fit whose first callback runs the trials, and then ends it.
     tunes = any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
     return bool(trainer.fast_dev_run or trainer.barebones or tunes)

@@ -1,4 +1,4 @@
-"""What the beginning of a fit does, for code that looks at a run before it: data, optimizers, the first batch."""
+"""Imitates the beginning of a fit for code that inspects a run before it: data, optimizers, the first batch."""
 
 import random
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ __all__ = ["attach", "first_batch", "optimizers_of"]
 
 
 def optimizers_of(configured: Any) -> tuple[Sequence[Optimizer], Sequence[Any]]:
-    """Return the optimizers and the schedulers in whatever ``configure_optimizers`` has returned."""
+    """Return the optimizers and schedulers in any return value of ``configure_optimizers``."""
     optimizers, schedulers, _ = _configure_optimizers(configured or [])
     return optimizers, schedulers
 
 
 def first_batch(trainer: Trainer) -> Any:
-    """Return a batch as training will see it, without using a sampler, worker or random number of the run.
+    """Return a batch as training will see it, without using the run's samplers, workers or random numbers.
 
     Raises:
         ValueError: If there is no data for training.

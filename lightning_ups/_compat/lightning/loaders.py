@@ -1,10 +1,10 @@
-"""DataLoaders from the inside: following what one reads, and reading a batch ahead.
+"""Internals of DataLoaders: follows what a loader reads, and reads a batch ahead.
 
-Nothing of it is public in torch. A loader is followed by giving the object a subclass of its class, so that whoever
-holds the loader, and whatever asks for its type, sees no difference; `Followed.release` gives its class back.
+This is not public in torch. To follow a loader, its object gets a subclass of its class, so that references to it and
+type checks see no difference; `Followed.release` restores the class.
 
-What is read ahead waits below the iterator that Lightning reads: positions, counts, ends and errors come to pass when
-the batch is asked for, and not before.
+A batch that is read ahead is held below the iterator that Lightning reads: positions, counts, ends and errors take
+effect when the batch is requested, not before.
 """
 
 import random
@@ -36,18 +36,18 @@ class Follower(Protocol):
     """Observes a loader, and may replace its batches."""
 
     def iterate(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Return an iterator in the place of the loader's, which ``make`` makes."""
+        """Return an iterator that replaces the loader's, which ``make`` creates."""
         ...
 
     def indices(self, sampler: Any) -> Iterator[Any]:
-        """Iterate over ``sampler`` in the place of the loader."""
+        """Iterate over ``sampler`` in place of the loader."""
         ...
 
 
 class Followed:
-    """A loader that tells ``follower`` of every iterator, and watches whether its workers draw random numbers.
+    """A loader that reports every iterator to ``follower``, and detects whether its workers draw random numbers.
 
-    It does not hold the follower.
+    It holds no reference to the follower.
     """
 
     def __init__(self, loader: DataLoader[Any], follower: Follower) -> None:
@@ -55,7 +55,8 @@ class Followed:
         self._collate, self._init = loader.collate_fn, loader.worker_init_fn
         self._drawn = None
         loader.__class__ = _followed_class(self._kind, ref(follower))
-        if keeps_workers(loader):  # from before: their iterator has kept the sampler, which tells another, or nobody
+        # from an earlier epoch: their iterator has kept the sampler, which reports to another follower or to none
+        if keeps_workers(loader):
             loader._iterator._index_sampler = loader._index_sampler  # type: ignore[union-attr]
         if loader.num_workers > 0:
             self._drawn = torch.multiprocessing.get_context().RawValue("b", 0)
@@ -68,13 +69,13 @@ class Followed:
         return self._drawn is not None and bool(self._drawn.value)
 
     def release(self) -> None:
-        """Give the loader back as it was."""
+        """Restore the class of the loader."""
         self.loader.__class__ = self._kind
         self.loader.collate_fn, self.loader.worker_init_fn = self._collate, self._init
 
 
 def _followed_class(kind: type[DataLoader[Any]], follower: ref[Follower]) -> type[DataLoader[Any]]:
-    # Weak: a class is always in a cycle, and with the follower the loader and its dataset would live as long.
+    # Weak: a class is always in a cycle, which would also keep the follower, the loader and its dataset alive.
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
         told = follower()
         return kind.__iter__(self) if told is None else told.iterate(lambda: kind.__iter__(self))
@@ -110,12 +111,12 @@ def reads_by_index(loader: Any) -> bool:
 
 
 def keeps_workers(loader: Any) -> bool:
-    """Return whether ``loader`` has workers that live on into the next epoch."""
+    """Return whether ``loader`` has persistent workers."""
     return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is not None
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the distinct generators that ``loader`` and its samplers were given."""
+    """Return the distinct generators of ``loader`` and its samplers."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     found = (getattr(holder, "generator", None) for holder in holders)
@@ -138,7 +139,7 @@ class _WatchedCollate:
 
 class _MarkAtStart:
     def __init__(self, init: Callable[[int], None] | None, collate: _WatchedCollate) -> None:
-        self._init, self._collate = init, collate  # both in one worker: it is given them together
+        self._init, self._collate = init, collate  # both in one worker: they are passed to it together
 
     def __call__(self, worker: int) -> None:
         if self._init is not None:
@@ -160,10 +161,10 @@ _LIBRARIES = ("torch.utils.data.", "lightning.")
 
 
 def why_not(loader: Any, iterator: Any) -> str | None:
-    """Return why a batch of ``loader`` must be read where it is asked for, or None.
+    """Return why a batch of ``loader`` cannot be read ahead, or None.
 
-    Reading ahead is the same only where it draws no random number of this process, and shows training nothing: where
-    workers read, which are ahead of training anyway, and the order of samples is settled when an epoch begins.
+    Reading ahead gives the same results only if it draws no random number of this process and has no effect that
+    training could see: if workers read, which are ahead anyway, and the order of samples is fixed when an epoch begins.
     """
     name, iterator = type(loader).__name__, _innermost(iterator)
     if not isinstance(iterator, _BaseDataLoaderIter):
@@ -180,17 +181,17 @@ def why_not(loader: Any, iterator: Any) -> str | None:
 
 
 def read_ahead(iterator: Any) -> Any:
-    """Return the batch that ``iterator`` will give next, or None if it will give an end or an error.
+    """Return the next batch of ``iterator``, or None if the next is its end or an error.
 
     Args:
-        iterator: One for which `why_not` has no reason.
+        iterator: An iterator for which `why_not` returns None.
     """
     iterator = _innermost(iterator)
     ahead = vars(iterator).get("_next_data")
     if ahead is None:
         ahead = _Ahead(iterator)
         patches.installed(_NEXT, iterator, lambda _: ahead)
-        patches.installed(_RESET, iterator, lambda _: ahead.reset)  # persistent workers begin another epoch by it
+        patches.installed(_RESET, iterator, lambda _: ahead.reset)  # called when persistent workers begin another epoch
     return ahead.read()
 
 
@@ -198,7 +199,7 @@ class _Ahead:
     """Replaces the method that waits for a worker's batch."""
 
     def __init__(self, iterator: Any) -> None:
-        # Weak: an iterator stops its workers when its last reference goes, and not when garbage is collected.
+        # Weak: an iterator stops its workers when its last reference is dropped, not at garbage collection.
         self._iterator = weakref.ref(iterator)
         self._waits, self._batch = False, None
         self._error: Exception | None = None
@@ -208,7 +209,7 @@ class _Ahead:
             try:
                 self._batch = self._stock()
             except Exception as error:  # noqa: BLE001  (raised where the batch is asked for)
-                # Its frames hold the iterator, which would not go before garbage is collected.
+                # Its frames reference the iterator, which would then live until garbage collection.
                 self._error = error.with_traceback(None)
             self._waits = True
         return self._batch
@@ -222,7 +223,7 @@ class _Ahead:
             if error is not None:
                 raise error
         finally:
-            del error  # which would hold this frame, and this frame it
+            del error  # which would reference this frame, and this frame it
         return batch
 
     def reset(self, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +240,7 @@ class _Ahead:
 
 
 def _innermost(iterator: Any) -> Any:
-    # An iterator that is followed for an exact resume names the one that it wraps.
+    # For exact resuming, the followed iterator has the wrapped one as an attribute.
     while not isinstance(iterator, _BaseDataLoaderIter) and (inner := getattr(iterator, "inner", None)) is not None:
         iterator = inner
     return iterator
@@ -251,6 +252,6 @@ def _is_settled(loader: DataLoader[Any]) -> bool:
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler.sampler
     if not type(sampler).__module__.startswith(_LIBRARIES):
         return False
-    # It draws again and again from a generator of the user's; one that it makes itself nobody else sees.
+    # It keeps drawing from a generator given by the user; a generator that it creates itself is not visible elsewhere.
     own = isinstance(sampler, RandomSampler) and sampler.generator is not None
     return not own or not (sampler.replacement or sampler.num_samples > len(sampler.data_source))

@@ -1,9 +1,9 @@
-"""What Lightning logs, and what logging costs a step.
+"""Reduces the cost of Lightning's logging.
 
-`LightningModule.log` makes a tensor of each number by ``torch.tensor(3.0, device=...)``, a copy for which the host
-waits until the GPU has done all that it was given; `LearningRateMonitor` does so, too. Each call of ``log`` walks
-through the value's record to bring it to a device, which takes a fifth of what a Trainer costs the host in a step. And
-a Trainer without a profiler enters a generator's context around each hook, some forty times in a step: another fifth.
+`LightningModule.log` converts numbers with ``torch.tensor(3.0, device=...)``, a copy for which the host waits until the
+GPU has finished all queued work; `LearningRateMonitor` does the same. Each call of ``log`` walks through the value's
+record to move it to a device, a fifth of the Trainer's host time per step. And a Trainer without a profiler enters a
+generator context around each hook, some forty times per step: another fifth.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,12 +36,12 @@ __all__ = [
 
 _TO_TENSOR = "lightning.pytorch:LightningModule._LightningModule__to_tensor"
 _TO_TENSOR = "lightning.pytorch:LightningModule._LightningModule__to_tensor"
-_EXACT = 2**53  # up to which float64 has all integers
+_EXACT = 2**53  # up to which float64 represents all integers
 
 
 @contextmanager
 def without_waiting(trainer: Trainer) -> Iterator[None]:
-    """Log numbers by kernels of the GPU while the context is open."""
+    """Log numbers without synchronizing while the context is open: kernels write them on the GPU."""
     with ExitStack() as stack:
         stack.enter_context(applied(_TO_TENSOR, _logging, only_speed=True))
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ def _monitoring(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Filling(TorchFunctionMode):
-    """Lets a kernel write the number that a tensor is made of."""
+    """Lets a kernel write the number of a new tensor."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,7 +76,7 @@ class _Filling(TorchFunctionMode):
         if func is torch.tensor and len(args) == 1 and options.keys() <= {"device", "dtype"} and _is_exact(args[0]):
             (value,) = args
             own = torch.get_default_dtype() if type(value) is float else torch.int64
-            # By way of float64, since a number that is too large for the type has to become infinite.
+            # Via float64, so that a number that is too large for the dtype becomes infinite.
             filled = torch.full((), value, dtype=torch.float64, device=options.get("device"))
             return filled.to(options.get("dtype") or own)
         return func(*args, **options)
@@ -87,7 +87,7 @@ def _is_exact(value: Any) -> bool:
 
 
 def moved_if_elsewhere() -> AbstractContextManager[None]:
-    """Leave a record in the context where it is, if all of it is on the device already."""
+    """Do not move a record while the context is open if all of it is already on the device."""
     target = "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.to"
     return applied(target, _moving, once=True)
 
@@ -105,42 +105,42 @@ def _moving(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _is_on(metric: _ResultMetric, device: Any) -> bool:
     if type(device) is not torch.device:
         return False
-    # The one container among them that holds tensors has what a reset begins from.
+    # The one container with tensors has the initial values of a reset.
     held = [*vars(metric).values(), *metric._defaults.values()]
     return all(value.device == device for value in held if isinstance(value, Tensor))
 
 
 def connector(trainer: Any) -> Any:
-    """Return the object by whose ``log_metrics(metrics, step=None)`` every loop logs."""
+    """Return the object whose ``log_metrics(metrics, step=None)`` every loop calls to log."""
     return trainer._logger_connector
 
 
 def is_row_of_step(trainer: Any) -> bool:
-    """Return whether what a loop logs now is of one step of training, and not of an epoch or of an evaluation."""
+    """Return whether a loop now logs a training step, and not an epoch or an evaluation."""
     return bool(trainer.training) and trainer._logger_connector._first_loop_iter is not None
 
 
 def remember(trainer: Any, metrics: Mapping[str, Any]) -> None:
-    """Let ``trainer.logged_metrics`` have ``metrics``, as it has what is logged."""
+    """Add ``metrics`` to ``trainer.logged_metrics``, as if they were logged."""
     trainer._logger_connector._logged_metrics.update(metrics)
 
 
 def to_scalar(value: Any) -> Any:
-    """Return a tensor's number as loggers get it, and what is none as it is.
+    """Return the number in a tensor, as loggers receive it; return other values unchanged.
 
     Raises:
-        ValueError: If a tensor has several.
+        ValueError: If a tensor has several elements.
     """
     return convert_tensors_to_scalars(value)
 
 
 def logged_hyperparameters(trainer: Trainer) -> dict[str, Any]:
-    """Return what Lightning hands to the loggers when a fit starts: the module's, and the datamodule's over them."""
+    """Return the hyperparameters that Lightning logs when a fit starts: the module's, updated by the datamodule's."""
     found: dict[str, Any] = {}
     for holder in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
         if holder is not None and holder._log_hyperparams:
             found |= holder.hparams_initial
-    found.pop("_class_path", None)  # of LightningCLI's own
+    found.pop("_class_path", None)  # added by LightningCLI
     return found
 
 
@@ -149,7 +149,7 @@ _NOTHING = nullcontext[Any]()
 
 @contextmanager
 def not_profiled(trainer: Trainer) -> Iterator[None]:
-    """Enter no context for the profiler of ``trainer`` while this one is open, if it times nothing."""
+    """Skip the profiler contexts of ``trainer`` while this one is open, if its profiler does nothing."""
     profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
     if type(profiler) is not PassThroughProfiler:
         yield

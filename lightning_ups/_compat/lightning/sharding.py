@@ -1,4 +1,4 @@
-"""How Lightning evaluates, moves, averages, unfreezes and logs parameters, where sharded ones need another way."""
+"""Adapts how Lightning evaluates, moves, averages, unfreezes and logs parameters to sharded ones."""
 
 import atexit
 import weakref
@@ -43,9 +43,9 @@ def is_interactive() -> bool:
     return accelerator_connector._IS_INTERACTIVE
 
 
-@cache  # once for each process
+@cache  # once per process
 def destroy_at_exit() -> None:
-    """Close the process groups when the process ends; Lightning does where NCCL is the only backend."""
+    """Close the process groups when the process ends; Lightning only does so if NCCL is the only backend."""
     atexit.register(_destroy_dist_connection)
 
 
@@ -53,8 +53,8 @@ def destroy_at_exit() -> None:
 def without_inference_mode(trainer: Trainer) -> Iterator[None]:
     """Evaluate under ``no_grad`` while the context is open.
 
-    Under ``inference_mode`` FSDP2 would make its buffers for gathered parameters inference tensors, for good, and the
-    next fit could not write to them.
+    Under ``inference_mode`` FSDP2 would permanently make its buffers for gathered parameters inference tensors, to
+    which the next fit could not write.
     """
     loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     before = [loop.inference_mode for loop in loops]
@@ -68,7 +68,7 @@ def without_inference_mode(trainer: Trainer) -> Iterator[None]:
 
 
 def move_all_but_parameters(module: LightningModule, device: torch.device) -> None:
-    """Move metrics and whatever else holds no parameters to ``device``, and let ``module.device`` be it."""
+    """Move metrics and other modules without parameters to ``device``, and set ``module.device``."""
     for child in module.modules():
         if next(child.parameters(), None) is None:
             child.to(device)
@@ -77,7 +77,7 @@ def move_all_but_parameters(module: LightningModule, device: torch.device) -> No
 
 @contextmanager
 def keeping_attributes(module: nn.Module) -> Iterator[None]:
-    """Let parameters keep the attributes that the user gave them: ``Module.to`` swaps those of sharded ones away."""
+    """Keep attributes that the user set on parameters: ``Module.to`` drops those of sharded ones."""
     before = {name: dict(vars(p)) for name, p in module.named_parameters()}
     yield
     for name, p in module.named_parameters():
@@ -85,10 +85,10 @@ def keeping_attributes(module: nn.Module) -> Iterator[None]:
 
 
 def has_weak_references(module: nn.Module) -> bool:
-    """Return whether anything keeps weak references to sharded parameters of ``module``, which ``Module.to`` refuses.
+    """Return whether there are weak references to sharded parameters of ``module``, for which ``Module.to`` raises.
 
-    Dynamo does since torch 2.14 once the module was compiled. So does a recurrent layer, which renews its own in
-    ``Module.to`` but not those of another layer that shares a weight.
+    Since torch 2.14, Dynamo keeps such references of a compiled module. So does a recurrent layer, which renews its own
+    in ``Module.to``, but not those of another layer that shares a weight.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
     held = Counter(id(p) for layer in layers for p in dict.fromkeys(layer.parameters(recurse=False)))
@@ -98,24 +98,24 @@ def has_weak_references(module: nn.Module) -> bool:
 
 @contextmanager
 def finetuning_by_identity() -> Iterator[None]:
-    """Let callbacks that unfreeze parameters look, while the context is open, for these and not for equal ones.
+    """Let callbacks that unfreeze parameters compare them by identity while the context is open.
 
-    Lightning compares values, which fails where one is sharded and the other whole, and on shards may differ from rank
-    to rank: an empty part equals every other.
+    Lightning compares values, which fails if one parameter is sharded and the other is not, and which may differ
+    between ranks for shards: an empty shard equals every other.
     """
     with applied("lightning.pytorch.callbacks:BaseFinetuning.filter_on_optimizer", lambda _: _not_held, once=True):
         yield
 
 
 def regroups(trainer: Any) -> bool:
-    """Return whether a callback of ``trainer`` may have given optimizers more groups than they were made with."""
+    """Return whether a callback of ``trainer`` may have added parameter groups to optimizers."""
     return any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)
 
 
 def regroup(trainer: Any) -> None:
-    """Give optimizers the groups that they had when the state of such callbacks was saved.
+    """Restore the parameter groups that optimizers had when the state of such callbacks was saved.
 
-    Lightning does so in `on_fit_start`, which comes before a strategy that restores after its setup.
+    Lightning does so in `on_fit_start`, which is too early for a strategy that restores after setup.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, BaseFinetuning):
@@ -140,10 +140,10 @@ def averaged_copies(callbacks: Iterable[Callback]) -> list[nn.Module]:
 
 @contextmanager
 def taken_whole() -> Iterator[None]:
-    """Let Lightning take numbers of shards, too, while the context is open.
+    """Gather sharded values that Lightning logs while the context is open.
 
-    `LightningModule.log` would keep a ``DTensor``, which `EarlyStopping` cannot print and a checkpoint cannot hold, and
-    `lightning.pytorch.utilities.grad_norm` makes one tensor of all norms, which torch cannot do with these.
+    `LightningModule.log` would keep a ``DTensor``, which `EarlyStopping` cannot print and a checkpoint cannot store,
+    and `lightning.pytorch.utilities.grad_norm` combines all norms in one tensor, which torch cannot do with DTensors.
     """
     with (
         applied("lightning.pytorch:LightningModule._LightningModule__to_tensor", _logging),
@@ -161,7 +161,7 @@ def _logging(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Torch(SimpleNamespace):
-    """Torch, as a module of Lightning sees it."""
+    """Torch, as seen by a module of Lightning."""
 
     def tensor(self, values: Sequence[Any], **options: Any) -> Tensor:
         return torch.tensor([whole_of(v) if isinstance(v, DTensor) else v for v in values], **options)

@@ -1,10 +1,10 @@
-"""All ranks heed a signal at the same step, without a broadcast and a wait in every step; and learn if they go apart.
+"""Lets all ranks act on a signal at the same step, without synchronizing every step, and detects diverging ranks.
 
-Lightning 2.6.6 broadcasts rank 0's flag before each batch and reads it with ``.item()``, which waits for the device,
-and its handler broadcasts once more, from within the signal, on whatever rank got it. Here a flag on the CPU is
-reduced over gloo in the background, every few steps, and read when the next one is due, so that all ranks read the
-same at the same step. A number that must be the same on all ranks goes the same way, and so does SLURM's warning that
-the job will end: Lightning saves and requeues within the handler, while the other ranks are in another collective.
+Lightning 2.6.6 broadcasts rank 0's flag before each batch and reads it with ``.item()``, which waits for the device.
+Its handler broadcasts again, from within the signal, on whatever rank received it. Here, a flag on the CPU is reduced
+over gloo in the background, every few steps, and read when the next one is due, so that all ranks read the same value
+at the same step. A number that must be the same on all ranks is checked in the same way. So is SLURM's warning that the
+job will end: Lightning saves and requeues within the handler, while the other ranks are in another collective.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,17 +23,17 @@ __all__ = ["SigtermPoll"]
 
 _LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
 _CONNECTOR = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
-_GROUPS: dict[Any, Any] = {}  # one for each process group of the world: a Trainer more need not open another
+_GROUPS: dict[Any, Any] = {}  # one per process group of the world: another Trainer can use it, too
 
 
 class SigtermPoll:
-    """Polls, over all ranks, whether any of them got SIGTERM, or the signal upon which SLURM's job is requeued.
+    """Checks, over all ranks, whether any of them received SIGTERM, or SLURM's requeue signal.
 
     Args:
-        trainer: Whose loop and signal handler are changed.
-        every: Steps between two polls; a signal stops the run after at most twice as many.
-        mark: Returns a number that must be the same on all ranks, whenever they poll.
-        differ: Raises, on every rank, when it was not.
+        trainer: The Trainer whose loop and signal handler are changed.
+        every: Steps between two checks; a signal stops the run after at most twice as many.
+        mark: Returns a number that must be the same on all ranks at each check.
+        differ: Raises, on every rank, if it was not.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class SigtermPoll:
     ) -> None:
         self._trainer, self._every, self._mark, self._differ = trainer, every, mark, differ
         self._asked, self._count = False, 0
-        self._to_requeue = 0  # the signal that asked this rank for it, until all know
-        self._requeues = 0  # the same when all know
-        # Asked to stop, to requeue; and of the mark the largest, and minus the smallest.
+        self._to_requeue = 0  # the requeue signal that this rank received, until all know of it
+        self._requeues = 0  # the same, once all know of it
+        # Whether to stop and to requeue, the maximum of the mark, and the negated minimum.
         self._flags = torch.zeros(4, dtype=torch.int64)
         self._pending: Any = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Stand in for Lightning's own way while the context is open; a run of one rank needs neither."""
+        """Replace Lightning's handling while the context is open; a run with one rank needs neither."""
         if self._trainer.world_size == 1:
             yield
             return
@@ -70,7 +70,7 @@ class SigtermPoll:
                 self._pending = None
 
     def poll(self) -> None:
-        """Count a step; save, requeue or stop the run if at the last poll any rank had been asked to.
+        """Count a step; save, requeue or stop the run if any rank had been asked to at the last check.
 
         Raises:
             SIGTERMException: On every rank, at the same step.
@@ -80,9 +80,9 @@ class SigtermPoll:
         self._count += 1
         is_due = self._count % self._every == 0
         stops = is_due and self._pending is not None and self._read()
-        if self._requeues and (stops or not in_accumulation(self._trainer)):  # its gradients are in no checkpoint
+        if self._requeues and (stops or not in_accumulation(self._trainer)):  # its gradients are not in a checkpoint
             signum = self._requeues
-            self._to_requeue = self._requeues = 0  # the job got one signal, at this rank perhaps after the last poll
+            self._to_requeue = self._requeues = 0  # the job got one signal, on this rank perhaps after the last check
             connector = self._trainer._signal_connector
             type(connector)._slurm_sigusr_handler_fn(connector, signum, None)  # type: ignore[arg-type]
         if stops:
@@ -92,21 +92,21 @@ class SigtermPoll:
             self._send()
 
     def compare(self) -> None:
-        """Wait until it is known that the mark is the same on all ranks now. Every rank must call it."""
+        """Wait until it is known that the mark is the same on all ranks now. A collective."""
         if self._trainer.world_size > 1:
             self._send()
             self._read()
 
     def _send(self) -> None:
         mark = self._mark()
-        # At once, since a signal may come between any two calls. Where all know of one, another is about the same.
+        # In one statement, since a signal may come between any two. If all know of one, another has the same reason.
         to_requeue, self._to_requeue = self._to_requeue, 0
         to_requeue = 0 if self._requeues else to_requeue
         self._flags = torch.tensor([int(self._asked), to_requeue, mark, -mark], dtype=torch.int64)
         self._pending = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=_cpu_group(), async_op=True)
 
     def _read(self) -> bool:
-        """Return whether any rank was asked to stop; it had some steps to arrive."""
+        """Return whether any rank was asked to stop; the reduction had some steps to finish."""
         self._pending.wait()
         asked, requeues, largest, smallest = self._flags.tolist()  # on the CPU
         self._requeues = self._requeues or requeues
@@ -115,8 +115,8 @@ class SigtermPoll:
         return bool(asked)
 
     def _note(self, signum: Any, _: Any) -> None:
-        # Nothing is sent from here: a signal arrives in the midst of anything. Nor is `received_sigterm` set, on which
-        # loops of this rank alone would stop.
+        # No collective from here: a signal can arrive at any time. `received_sigterm` is not set either, because loops
+        # of this rank alone would stop.
         if not self._asked and (launcher := self._trainer.strategy.launcher) is not None:
             launcher.kill(signum)
         self._asked = True
@@ -128,5 +128,6 @@ class SigtermPoll:
 def _cpu_group() -> Any:
     world = dist.group.WORLD
     if world not in _GROUPS:
-        _GROUPS[world] = dist.new_group(backend="gloo", group_desc="sigterm")  # its own: others wait in theirs
+        # a separate group: other collectives may wait in the others
+        _GROUPS[world] = dist.new_group(backend="gloo", group_desc="sigterm")
     return _GROUPS[world]

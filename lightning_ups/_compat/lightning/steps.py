@@ -1,4 +1,4 @@
-"""One optimizer step of Lightning: the moments before and after its closure, skipped steps, schedulers."""
+"""Optimizer steps of Lightning: callbacks before and after the closure, skipped steps, schedulers."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -28,13 +28,13 @@ _TARGET = "lightning.pytorch.plugins.precision:Precision._after_closure"
 
 
 def after_closure(precision: Any, do: Callable[[Optimizer], None]) -> AbstractContextManager[None]:
-    """Call ``do`` in the context as the last thing before a step, when all hooks and clipping have seen the gradients.
+    """Call ``do`` right before each optimizer step, after all hooks and clipping, while the context is open.
 
-    A step hook of the optimizer comes too early for this: it is called before the closure that computes them.
+    A step hook of the optimizer is called too early: before the closure that computes gradients.
 
     Args:
-        precision: The precision plugin of a Trainer whose module does not optimize by itself.
-        do: Is given the optimizer, which steps next.
+        precision: The precision plugin of a Trainer with automatic optimization.
+        do: Called with the optimizer that steps next.
     """
 
     def ending(stock: Callable[..., None]) -> Callable[..., None]:
@@ -48,11 +48,11 @@ def after_closure(precision: Any, do: Callable[[Optimizer], None]) -> AbstractCo
 
 
 def before_hooks_of_a_step(precision: Any, do: Callable[[Any, Optimizer], None]) -> AbstractContextManager[None]:
-    """Call ``do`` in the context when a backward has left gradients that nobody has changed yet.
+    """Call ``do`` after each backward, before anything changes the gradients, while the context is open.
 
     Args:
         precision: The precision plugin of a Trainer.
-        do: Is given the module, and the optimizer, which steps next.
+        do: Called with the module and the optimizer that steps next.
     """
 
     def beginning(stock: Callable[..., None]) -> Callable[..., None]:
@@ -68,25 +68,26 @@ def before_hooks_of_a_step(precision: Any, do: Callable[[Any, Optimizer], None])
 def was_skipped(module: LightningModule, outputs: Any, *, began_at: int) -> bool:
     """Return whether ``training_step`` asked to skip the batch, by returning None.
 
-    Under manual optimization it may always return None; a step of an optimizer shows that the batch was used. Steps of
-    optimizers that it has asked for without Lightning's wrapper count in no global step: they are listened to from the
-    end of the first batch that seems to have been skipped, which is then taken for one.
+    With manual optimization it may always return None; an optimizer step shows that the batch was used. Optimizers that
+    are used without Lightning's wrapper do not count global steps: they get a hook at the end of the first batch that
+    seems to have been skipped, which therefore counts as skipped.
 
     Args:
-        module: The module that trains.
-        outputs: What the hook was given.
+        module: The module in training.
+        outputs: The argument of the hook.
         began_at: The global step when the batch began.
     """
     if module.automatic_optimization:
         return not outputs or (isinstance(outputs, dict) and outputs.get("loss") is None)
     if outputs or module.trainer.global_step != began_at:
         return False
-    stepped = [_has_stepped(optimizer, module.trainer) for optimizer in module.trainer.optimizers]  # each is asked
+    # a list: every optimizer must be asked
+    stepped = [_has_stepped(optimizer, module.trainer) for optimizer in module.trainer.optimizers]
     return not any(stepped)
 
 
 class _Heard:
-    """Hears the steps of an optimizer while somebody asks for them at each batch."""
+    """Detects the steps of an optimizer while it is asked for them at each batch."""
 
     def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
         self.trainer = ref(trainer)
@@ -106,7 +107,7 @@ _heard: WeakKeyDictionary[Optimizer, _Heard] = WeakKeyDictionary()
 
 def _has_stepped(optimizer: Optimizer, trainer: Trainer) -> bool:
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        return False  # of a class of its own, which tells nobody
+        return False  # an optimizer class without hooks
     heard = _heard.get(optimizer)
     if heard is not None and heard.trainer() is not trainer:
         heard.handle.remove()
@@ -117,16 +118,16 @@ def _has_stepped(optimizer: Optimizer, trainer: Trainer) -> bool:
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's kernel reads a flag: torch's fused ones do, and those that stand for them."""
+    """Return whether the optimizer's kernel reads a flag, as torch's fused ones and their replacements do."""
     stepped = _stepped(optimizer)
     fused = all(group.get("fused") for group in stepped.param_groups)
-    # Its first step makes the buffer, as that step's gradient; a buffer of zeros is the same without dampening alone.
+    # Its first step creates the buffer from the gradient; a zero buffer gives the same only without dampening.
     damped = isinstance(stepped, SGD) and any(group["dampening"] for group in stepped.param_groups)
     return fused and not damped and bool(getattr(stepped, "_step_supports_amp_scaling", False))
 
 
 def skip_if(optimizer: Optimizer, flag: Tensor) -> None:
-    """Let the next step change nothing, neither parameters nor state, if ``flag`` (float32, no dimension) is not 0."""
+    """Let the next step change nothing, neither parameters nor state, if ``flag`` (0-dim float32) is not 0."""
     stepped = _stepped(optimizer)
     if isinstance(stepped, SGD):
         _make_buffers(stepped)
@@ -134,14 +135,14 @@ def skip_if(optimizer: Optimizer, flag: Tensor) -> None:
 
 
 def clear_skip(optimizer: Optimizer) -> None:
-    """Let steps be steps again."""
+    """Let the next steps take effect again."""
     stepped = _stepped(optimizer)
     for name in ("grad_scale", "found_inf"):
         vars(stepped).pop(name, None)
 
 
 def _make_buffers(optimizer: SGD) -> None:
-    # Where the first step is skipped, torch's fused kernel leaves a buffer that nobody has written to.
+    # If the first step is skipped, torch's fused kernel leaves an uninitialized buffer.
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
@@ -155,7 +156,7 @@ def _stepped(optimizer: Any) -> Any:
 
 
 def bind_scheduler(scheduler: Any, new: Mapping[Optimizer, Optimizer]) -> None:
-    """Let ``scheduler``, and those inside it, drive ``new[optimizer]`` in the place of its ``optimizer``."""
+    """Make ``scheduler``, and schedulers inside it, drive ``new[optimizer]`` instead of ``optimizer``."""
     for inner in getattr(scheduler, "_schedulers", ()):  # SequentialLR and ChainedScheduler
         bind_scheduler(inner, new)
     later = new.get(getattr(scheduler, "optimizer", None))  # type: ignore[arg-type]
@@ -165,7 +166,7 @@ def bind_scheduler(scheduler: Any, new: Mapping[Optimizer, Optimizer]) -> None:
 
 
 def _track_steps(optimizer: Optimizer) -> None:
-    # Torch's schedulers mark the `step` of their optimizer when they are made, and warn where they find it unmarked.
+    # Torch's schedulers mark the `step` of their optimizer when they are created, and warn if the mark is missing.
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return
     function = type(optimizer).step

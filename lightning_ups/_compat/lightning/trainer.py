@@ -1,4 +1,4 @@
-"""Lightning's private names, those of its command line's parser, and its other package name."""
+"""Private names of Lightning's Trainer and of its command line's parser, and its other package name."""
 
 import importlib
 import inspect
@@ -28,19 +28,19 @@ _STAND_INS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lig
 
 
 def are_placeholders(optimizers: Sequence[Any]) -> bool:
-    """Return whether a Trainer has made ``optimizers`` itself, since the module returned None for them."""
+    """Return whether a Trainer has created ``optimizers`` itself, because the module returned None."""
     return any(type(optimizer).__name__ == "_MockOptimizer" for optimizer in optimizers)
 
 
 def trainer_of(module: Any) -> Any:
-    """Return the Trainer that a LightningModule belongs to; None if it has none, where ``module.trainer`` raises."""
+    """Return the Trainer of a LightningModule, or None if it has none, for which ``module.trainer`` raises."""
     return getattr(module, "_trainer", None)
 
 
 def automatic_specs(parser: Any, settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the optimizers and the schedulers that a LightningCLI gives to the module by itself, by key.
+    """Return the optimizers and schedulers that LightningCLI adds to the module by itself, by key.
 
-    Each is as YAML has it, with ``class_path`` and ``init_args``, or None if the user has not given it.
+    Each is as in YAML, with ``class_path`` and ``init_args``, or None if the user has not given it.
     """
     optimizers, schedulers = (
         {key: _spec(kind, settings.get(key)) for key, (kind, link_to) in register.items() if link_to == "AUTOMATIC"}
@@ -56,7 +56,7 @@ def _spec(kind: type | tuple[type, ...], given: Any) -> Any:
 
 
 def setting_types(parser: Any) -> dict[str, Any]:
-    """Return each key that a parser of jsonargparse takes from YAML, and its type, or None if it states none."""
+    """Return each key that a jsonargparse parser accepts, with its type, or None if it has none."""
     from jsonargparse import ActionConfigFile
 
     return {
@@ -67,30 +67,30 @@ def setting_types(parser: Any) -> dict[str, Any]:
 
 
 def linked(parser: Any) -> set[str]:
-    """Return each key whose value a parser of jsonargparse has from another one, or from another object."""
+    """Return each key whose value is linked from another key, or from another object."""
     links = getattr(parser, "_links_group", None)
     return {link.target[0] for link in links._group_actions} if links else set()
 
 
 def linked_late(parser: Any) -> set[str]:
-    """Return each key whose value a parser of jsonargparse has from another object, once that one is made."""
+    """Return each key whose value is linked from another object after that is created."""
     links = getattr(parser, "_links_group", None)
     return {link.target[0] for link in links._group_actions if link.apply_on == "instantiate"} if links else set()
 
 
 def variables(parser: Any) -> dict[str, str]:
-    """Return each key that a parser of jsonargparse looks for in the environment, if it does, and its variable."""
+    """Map each key that a jsonargparse parser reads from the environment to its variable."""
     from jsonargparse._formatters import get_env_var
 
     return {action.dest: get_env_var(parser, action) for action in parser._actions} if parser.default_env else {}
 
 
 def class_settings(kind: Callable[..., Any]) -> dict[str, Any]:
-    """Return each setting that YAML may give to ``kind``, a class or a function, and its type."""
+    """Return each setting that YAML may give to ``kind``, a class or a function, with its type."""
     from lightning.pytorch.cli import LightningArgumentParser
 
     parser = LightningArgumentParser(exit_on_error=False)
-    # What an optimizer and a scheduler are given by the command line itself.
+    # Arguments that the command line itself gives to optimizers and schedulers.
     given: set[str | int] = {name for name in ("params", "optimizer") if name in inspect.signature(kind).parameters}
     add: Any = parser.add_class_arguments if isinstance(kind, type) else parser.add_function_arguments
     add(kind, "it", fail_untyped=False, skip=given)
@@ -99,10 +99,10 @@ def class_settings(kind: Callable[..., Any]) -> dict[str, Any]:
 
 @contextmanager
 def stand_in_for_pytorch_lightning(say: Callable[[str], None]) -> Iterator[None]:
-    """Let ``import pytorch_lightning``, within this context, give ``lightning.pytorch``; say it the first time.
+    """Let ``import pytorch_lightning`` return ``lightning.pytorch`` within this context; ``say`` it the first time.
 
-    The two packages hold the same code as different classes, and the Trainer of one refuses modules and callbacks of
-    the other. A package that is imported already stays as it is.
+    The two packages contain the same code as different classes, and the Trainer of one refuses modules and callbacks of
+    the other. A package that is already imported is not replaced.
     """
     finder = _StandIn({name: real for name, real in _STAND_INS.items() if name not in sys.modules}, say)
     sys.meta_path.insert(0, finder)
@@ -135,7 +135,7 @@ class _StandIn(MetaPathFinder):
 
 
 class _TheSame(Loader):
-    """Gives a module that exists under another name."""
+    """Loads a module that exists under another name."""
 
     def __init__(self, real: str) -> None:
         self._real = real
@@ -147,4 +147,4 @@ class _TheSame(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has set that of the stand-in
+        module.__spec__ = self._spec  # the import system has set the spec of the stand-in

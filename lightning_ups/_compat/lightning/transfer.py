@@ -1,4 +1,4 @@
-"""Where Lightning's fit loop moves a batch to the device, and which batch it will move next."""
+"""Private parts of Lightning's fit loop that move a batch to the device."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -17,12 +17,12 @@ _BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device")
 
 
 def around_transfer(trainer: Any, context: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
-    """Move every training batch within ``context()``; the hook that follows a transfer is outside.
+    """Move every training batch within ``context()``; the hook after the transfer is outside of it.
 
-    A strategy or module that moves batches by code of its own does so within ``context()`` as a whole.
+    If a strategy or module has its own transfer code, all of it runs within ``context()``.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     strategy, undo = trainer.strategy, ExitStack()
     is_replaced = "batch_to_device" in vars(strategy)
@@ -54,12 +54,12 @@ def _is_stock(strategy: Any, module: Any) -> bool:
 
 
 def loop_moves(trainer: Any) -> bool:
-    """Return whether the loop moves batches; a ``training_step(self, dataloader_iter)`` does it by itself."""
+    """Return whether the loop moves batches; a ``training_step(self, dataloader_iter)`` does it itself."""
     return not isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
 
 
 def own_hooks(trainer: Any) -> list[str]:
-    """Return the user's hooks that see a batch before it is on the device, or move it, as ``Class.hook``."""
+    """Return the user's hooks that see or move a batch before it is on the device, as ``Class.hook``."""
     found = []
     for hook in _BEFORE:
         for owner, kind in ((trainer.datamodule, LightningDataModule), (trainer.lightning_module, LightningModule)):
@@ -69,7 +69,7 @@ def own_hooks(trainer: Any) -> list[str]:
 
 
 def training_iterators(trainer: Any) -> list[tuple[Any, Any]]:
-    """Return the training loaders and the iterators over them that this epoch reads; none between two epochs."""
+    """Return the training loaders and their iterators in this epoch; empty between two epochs."""
     combined = trainer.fit_loop._combined_loader
     iterator = getattr(combined, "_iterator", None)
     if iterator is None:
@@ -78,13 +78,13 @@ def training_iterators(trainer: Any) -> list[tuple[Any, Any]]:
 
 
 def batches_ahead(trainer: Any) -> list[Any]:
-    """Return the batches that the loop has read and not taken yet, which it does where it knows no length."""
+    """Return batches that the loop has read but not used yet, as it does if the length is unknown."""
     fetcher = trainer.fit_loop._data_fetcher
     return [batch for batch, *_ in getattr(fetcher, "batches", [])]
 
 
 def epoch_goes_on(trainer: Any) -> bool:
-    """Return whether the loop knows that it will take a batch after the one that it trains on now."""
+    """Return whether the loop knows that another batch follows the current one."""
     fetcher = trainer.fit_loop._data_fetcher
     if fetcher is None or fetcher.length is None or fetcher.fetched >= fetcher.length:
         return False

@@ -1,8 +1,8 @@
-"""cuDNN, of which a process can have one: that of torch stays it while another library looks for one.
+"""Keeps torch's cuDNN the only one in the process while another library looks for one.
 
-cuDNN 9 is a thin library over parts, which are found by their bare names: whoever loads a part first decides for all
-of the process. A library that loads another release for everybody, by name or among what it is linked to, so breaks
-attention and convolutions of torch, which finds its functions there on their first call.
+cuDNN 9 is a thin library over parts, which are found by their bare names: whichever library loads a part first decides
+for the whole process. A library that loads another release, by name or through its dependencies, breaks attention and
+convolutions of torch, which looks up its functions on their first call.
 """
 
 import ctypes
@@ -17,20 +17,20 @@ import torch
 __all__ = ["cudnn_conflict", "torchs_cudnn_first"]
 
 Version = tuple[int, ...]
-_FIRST = ("graph", "ops")  # what other parts are linked to
+_FIRST = ("graph", "ops")  # other parts are linked to these
 
 
 @contextmanager
 def torchs_cudnn_first() -> Iterator[None]:
-    """Load all of the cuDNN that torch is linked to, and point there whoever looks for one as long as this is open."""
+    """Load all parts of torch's cuDNN, and point other libraries to them while the context is open."""
     folder = _folder()
-    if folder is None:  # torch has none, or has it within its own library
+    if folder is None:  # torch has none, or contains it in its own library
         yield
         return
     for part in sorted(folder.glob("libcudnn_*.so.*"), key=_rank):
-        with suppress(OSError):  # one that is of no use here; what lacks it will say so
+        with suppress(OSError):  # a part that is not usable here; code that needs it raises
             ctypes.CDLL(str(part))
-    with suppress(RuntimeError):  # `cudnn_conflict` tells of it
+    with suppress(RuntimeError):  # `cudnn_conflict` reports it
         torch.backends.cudnn.version()
     before = os.environ.get("CUDNN_HOME")
     os.environ["CUDNN_HOME"] = str(folder)
@@ -44,7 +44,7 @@ def torchs_cudnn_first() -> Iterator[None]:
 
 
 def cudnn_conflict() -> str | None:
-    """Return which releases of cuDNN torch would run with, and from where, if they do not go together; or None."""
+    """Return the conflicting releases of cuDNN in this process and their paths, or None."""
     bindings: Any = getattr(torch._C, "_cudnn", None)
     if bindings is None or not bindings.is_cuda or os.environ.get("PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK") == "1":
         return None
@@ -59,7 +59,7 @@ def cudnn_conflict() -> str | None:
 
 
 def _version_for_all() -> Version | None:
-    """Return the release whose functions stand before those of torch's own, if any does: a first call goes there."""
+    """Return the release whose functions take precedence over torch's own, or None."""
     with suppress(AttributeError, OSError):
         function = ctypes.CDLL(None).cudnnGetVersion
         function.restype = ctypes.c_size_t
@@ -73,7 +73,7 @@ def _parts_of(encoded: int) -> Version:
 
 
 def _folder() -> Path | None:
-    """Return the folder of the cuDNN that is loaded with torch: its own, if nobody was before it."""
+    """Return the folder of the cuDNN that is loaded with torch: its own, unless another was loaded before."""
     return next((path.parent for path in _loaded() if path.name.startswith("libcudnn.so")), None)
 
 

@@ -1,7 +1,7 @@
-"""What NVML says of a GPU: once, or beside training.
+"""Reads GPU properties and sensors with NVML.
 
-NVML belongs to the package ``nvidia-ml-py``, which torch does not require; torch's own ``torch.cuda.utilization`` and
-its kin ask it as well.
+NVML is in the package ``nvidia-ml-py``, which torch does not require; ``torch.cuda.utilization`` and similar functions
+need it, too.
 """
 
 import functools
@@ -18,7 +18,7 @@ __all__ = ["Sampler", "Sensor", "driver_version", "gpu_states", "sensor"]
 
 Sensor = Callable[[], "Mapping[str, Any]"]  # utilisation (share), power_w, clock_mhz, temperature_c, slowed_by
 
-_SLOWED = {  # NVML's bits; the others mean idle, or that the user asked for it
+_SLOWED = {  # NVML's bits; the others mean idle, or a limit set by the user
     0x04: "power limit",
     0x08: "hardware slowdown",
     0x20: "too hot",
@@ -52,24 +52,24 @@ def driver_version() -> str | None:
 
 
 def gpu_states() -> list[dict[str, Any]] | None:
-    """Return what NVML says of each visible GPU: power limit, clocks, what slows it, NVLinks. None without NVML."""
+    """Return NVML's state of each visible GPU: power limit, clocks, throttling, NVLinks. None without NVML."""
     if (nvml := _nvml()) is None:
         return None
     return [{"index": index, **_read(nvml, _handle(nvml, index), _ONCE)} for index in range(torch.cuda.device_count())]
 
 
 def sensor(device: torch.device) -> Sensor | None:
-    """Return what reads the state of the GPU ``device`` at work, or None without NVML."""
+    """Return a function that reads the state of the GPU ``device``, or None without NVML."""
     if (nvml := _nvml()) is None or (gpu := _handle(nvml, device.index)) is None:
         return None
     return lambda: _read(nvml, gpu, _AT_WORK)
 
 
 def _nvml() -> Any:
-    """Return NVML, begun, or None if it is missing or there is no driver that fits."""
+    """Return the initialized NVML, or None if it is missing or has no matching driver."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an older package of the same module name says that it is deprecated
+            warnings.simplefilter("ignore")  # an older package with the same module name warns that it is deprecated
             nvml: Any = importlib.import_module("pynvml")
     except ImportError:
         return None
@@ -82,13 +82,13 @@ def _nvml() -> Any:
 
 @functools.cache
 def _begin(nvml: Any) -> None:
-    nvml.nvmlInit()  # once in a process: each time would have to be ended
+    nvml.nvmlInit()  # once per process: each call would need a shutdown
 
 
 def _handle(nvml: Any, index: int | None) -> Any:
     uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
     with suppress(nvml.NVMLError):
-        # By its identity: NVML counts the machine's GPUs, torch the visible ones.
+        # By UUID: NVML counts all GPUs of the machine, torch only visible ones.
         return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else nvml.nvmlDeviceGetHandleByIndex(index)
     return None
 
@@ -116,7 +116,7 @@ def _nvlinks(nvml: Any, gpu: Any) -> int:
 
 
 class _Sums:
-    """Of some readings: each value's sum and number, since a reading may lack one."""
+    """Sums and counts of readings, for each value, since a reading may lack some."""
 
     def __init__(self) -> None:
         self.totals: dict[str, tuple[float, int]] = {}
@@ -142,7 +142,7 @@ class _Sums:
 
 
 class Sampler:
-    """Reads a sensor again and again in a thread of its own, and keeps sums.
+    """Reads a sensor repeatedly in a thread, and keeps sums.
 
     Args:
         read: The sensor.
@@ -157,17 +157,17 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End; what was read stays."""
+        """Stop the thread; the sums are kept."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 
     def forget(self) -> None:
-        """Begin the sums anew, such as after a warm-up."""
+        """Reset the sums, for example after a warm-up."""
         with self._lock:
             self._sums = _Sums()
 
@@ -177,7 +177,7 @@ class Sampler:
         return self._latest
 
     def summary(self) -> dict[str, Any]:
-        """Return the means, and what slowed the GPU in at least one reading of ten."""
+        """Return the means, and the reasons for throttling in at least one reading of ten."""
         with self._lock:
             return self._sums.means()
 

@@ -1,6 +1,6 @@
-"""Transformer Engine 2: what is asked of it, and the few private names of it that are used.
+"""The interface to Transformer Engine 2, including the few private names that are used.
 
-Read for these names: release 2.20.2.
+Written against release 2.20.2.
 """
 
 import sys
@@ -42,11 +42,11 @@ REQUIREMENT, EXTRA, FEATURE = "transformer-engine>=2.20", "te", "TEPrecision"
 DEVICE = "cuda"
 _STATE = ("scale", "amax_history")  # of delayed scaling; other recipes have none
 _SIDES = ("scaling_fwd", "scaling_bwd")
-# What delayed scaling multiplies by before it has seen a maximum. Transformer Engine has 1 for all, with which most
-# gradients, and weights of wide layers, round to zero. Weights are rarely above 7 and gradients below 0.8, and values
-# that are cut off in a first step are seen in the second.
-_BEGIN = (1.0, 64.0, 1.0)  # what goes into a product, its weight, what comes out
-_BEGIN_ATTENTION = (1.0,) * 8 + (256.0,)  # the last are weights of attention, of which none is above 1
+# Initial scales of delayed scaling, before a maximum was seen. Transformer Engine uses 1 for all, which rounds most
+# gradients, and weights of wide layers, to zero. Weights are rarely above 7 and gradients below 0.8, and clipping in
+# the first step is corrected in the second.
+_BEGIN = (1.0, 64.0, 1.0)  # the input, the weight, the output
+_BEGIN_ATTENTION = (1.0,) * 8 + (256.0,)  # the last are attention weights, which are at most 1
 _BEGIN_GRADIENTS = 65536.0
 
 
@@ -60,13 +60,13 @@ def engine() -> Any:
     return _required("transformer_engine.pytorch")
 
 
-@cache  # each module asks at each forward, and to look up what is installed takes about half a millisecond
+@cache  # each module asks in each forward; looking up what is installed takes about half a millisecond
 def _required(module: str) -> Any:
     try:
         with _first_import():
             found = require(module, requirement=REQUIREMENT, extra=EXTRA, feature=FEATURE)
     except ImportError as error:
-        if not isinstance(error.__cause__, OSError):  # which a library that is missing or does not fit raises
+        if not isinstance(error.__cause__, OSError):  # raised if a library is missing or does not match
             raise
         raise ImportError(
             f"{FEATURE} found Transformer Engine but could not load its libraries: {str(error.__cause__).rstrip('.')}."
@@ -79,7 +79,7 @@ def _required(module: str) -> Any:
 
 @contextmanager
 def _first_import() -> Iterator[None]:
-    # It loads the first cuDNN that it finds on the machine, for the whole process, and tells users of torch of JAX.
+    # It loads the first cuDNN that it finds on the machine, for the whole process, and warns torch users about JAX.
     if "transformer_engine" in sys.modules or not has("transformer_engine"):
         yield
         return
@@ -101,7 +101,7 @@ def _check_cudnn() -> None:
 
 
 def make_recipe(engine_class: str, *, number_format: str | None, attention: bool, **options: Any) -> Any:
-    """Return Transformer Engine's recipe of that class."""
+    """Return Transformer Engine's recipe of this class."""
     recipes = _required("transformer_engine.common.recipe")
     if attention:
         options["fp8_dpa"] = True
@@ -111,7 +111,7 @@ def make_recipe(engine_class: str, *, number_format: str | None, attention: bool
 
 
 def why_not(check: str, device: torch.device) -> str | None:
-    """Return why ``device`` fails the function of this name, which says whether a recipe is available, or None."""
+    """Return why ``device`` fails the availability check of this name, or None."""
     te = engine()
     if (why := why_not_on(device.type)) is not None:
         return why
@@ -120,22 +120,22 @@ def why_not(check: str, device: torch.device) -> str | None:
 
 
 def why_not_on(kind: str) -> str | None:
-    """Return why nothing of it can run on devices of this kind, or None if it may; it need not be installed."""
+    """Return why Transformer Engine cannot run on this kind of device, or None. It need not be installed."""
     return None if kind == DEVICE else f"it runs on {DEVICE} devices alone"
 
 
 def autocast(recipe: Any, *, group: Any) -> AbstractContextManager[Any]:
-    """Return a context in which Transformer Engine's modules compute by ``recipe``."""
+    """Return a context in which Transformer Engine's modules use ``recipe``."""
     return engine().autocast(enabled=True, recipe=recipe, amax_reduction_group=group)
 
 
 def is_quantizing() -> bool:
-    """Return whether such a context is open."""
+    """Return whether such a context is active."""
     return bool(_manager().is_fp8_enabled())
 
 
 def out_of_sight() -> AbstractContextManager[Any]:
-    """Return a context in which no mode of dispatch sees what is run, as Transformer Engine's own kernels are not seen.
+    """Return a context that hides operations from dispatch modes, as Transformer Engine's own kernels are hidden.
 
     A selective checkpoint compares the operators of both forwards, and the second copies scales that the first did not.
     """
@@ -143,19 +143,17 @@ def out_of_sight() -> AbstractContextManager[Any]:
 
 
 def checkpoint_by(recipe: Any) -> Callable[..., Any]:
-    """Return Transformer Engine's checkpoint, called as torch's is: the second forward has the scales of the first.
+    """Return Transformer Engine's checkpoint, called like torch's: the second forward uses the scales of the first.
 
-    That forward opens a context of its own, whose end would reduce the maxima of all modules once more, for each
-    recomputed block. Inside another context it does not.
+    The second forward opens its own autocast, whose end would reduce the maxima of all modules again, for each
+    recomputed block. Inside another autocast it does not.
     """
     te = engine()
 
     def checkpoint(function: Callable[..., Any], *args: Any, context_fn: Any = noop_context_fn, **options: Any) -> Any:
         def contexts() -> tuple[Any, Any]:
             first, second = context_fn()
-            if isinstance(
-                first, TorchDispatchMode
-            ):  # a selective checkpoint's, which torch's own checkpoint tells this
+            if isinstance(first, TorchDispatchMode):  # a selective checkpoint's; torch's own checkpoint sets this on it
                 vars(first).update(checkpoint_options())
             return first, _Together(lambda: te.autocast(enabled=False, recipe=recipe), lambda: second)
 
@@ -165,7 +163,7 @@ def checkpoint_by(recipe: Any) -> Callable[..., Any]:
 
 
 class _Together:
-    """Contexts that are opened as one."""
+    """Combines several contexts into one."""
 
     def __init__(self, *makers: Callable[[], AbstractContextManager[Any]]) -> None:
         self._makers, self._stack = makers, ExitStack()
@@ -179,16 +177,16 @@ class _Together:
 
 
 def mark_fsdp2(module: nn.Module) -> None:
-    """Tell a module of Transformer Engine that FSDP2 gathers its weights, so that it keeps no copies for backward.
+    """Mark that FSDP2 gathers the weights of ``module``, so that it keeps no copies for backward.
 
-    It would look for itself in the tree of a sharded module, and a module that borrows its weights is in none.
+    It would look for itself in the tree of a sharded module, but a module with borrowed weights is in none.
     """
     if hasattr(module, "fast_setattr") and hasattr(type(module), "is_fsdp2"):
         module.__dict__["_is_fsdp2"] = True
 
 
 def scales(module: nn.Module) -> dict[str, Tensor]:
-    """Return a copy, on the CPU, of the scales and maxima that ``module`` has gathered; empty if it has none."""
+    """Return a copy, on the CPU, of the scales and maxima of ``module``; empty if it has none."""
     meta = getattr(module, "fp8_meta", {})
     return {
         f"{side}.{name}": getattr(meta[side], name).detach().cpu().clone()
@@ -199,10 +197,10 @@ def scales(module: nn.Module) -> dict[str, Tensor]:
 
 
 def set_scales(module: nn.Module, state: Mapping[str, Tensor], *, recipe: Any, num_products: int) -> None:
-    """Put scales and maxima back into ``module``; of a history of another length, what both have."""
+    """Restore scales and maxima of ``module``; if the history length differs, the common part."""
     given: Any = module
     given.fp8_meta |= {"num_gemms": num_products, "recipe": recipe}
-    # A module asks which recipe is in force. What is made while evaluating could not be changed while training.
+    # A module reads the active recipe. What is created in evaluation mode could not be changed in training.
     with torch.inference_mode(mode=False), engine().autocast(enabled=False, recipe=recipe):
         given.init_fp8_meta_tensors(recipe)
     for key, value in state.items():
@@ -213,12 +211,12 @@ def set_scales(module: nn.Module, state: Mapping[str, Tensor], *, recipe: Any, n
 
 
 def begin_scales(module: nn.Module, *, recipe: Any, num_products: int) -> None:
-    """Let ``module``, if it has no scales of delayed scaling yet, begin with some that lose no gradients."""
+    """Initialize missing scales of delayed scaling in ``module`` so that no gradients are lost."""
     _begin(module, _BEGIN * num_products, recipe=recipe, num_products=num_products)
 
 
 def begin_attention_scales(module: nn.Module, *, recipe: Any) -> None:
-    """Do so for a ``te.DotProductAttention``."""
+    """Initialize missing scales in a ``te.DotProductAttention``."""
     _begin(module, _BEGIN_ATTENTION, recipe=recipe, num_products=len(_BEGIN_ATTENTION) // 3)
 
 
@@ -239,12 +237,12 @@ def attention_for(heads: int, width: int, *, groups: int, scale: float | None) -
 
 
 def forget_scales() -> None:
-    """Let Transformer Engine forget the modules whose maxima it reduces: it would keep and reduce them for ever."""
+    """Drop the modules whose maxima Transformer Engine reduces: it would keep and reduce them forever."""
     _manager().reset()
 
 
 def holds_engine_modules(module: nn.Module) -> list[str]:
-    """Return the names of modules of Transformer Engine in ``module``, without importing it."""
+    """Return the names of Transformer Engine modules in ``module``, without importing it."""
     return [
         name
         for name, m in module.named_modules()

@@ -1,4 +1,4 @@
-"""What models of Hugging Face's transformers do in a forward and Dynamo cannot trace."""
+"""Prepares models of Hugging Face's transformers for Dynamo."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
     """Let Dynamo trace the models of transformers below ``module`` in one graph, while the context is open.
 
     A model that returns outputs of its layers, such as router logits, installs hooks for them in its first forward,
-    under a lock. They are installed now, and do nothing where no outputs are asked for. The feature encoder of a speech
+    under a lock. They are installed now, and do nothing unless outputs are requested. The feature encoder of a speech
     model makes its input require a gradient, which only its own gradient checkpointing needs.
     """
     outputs: Any = sys.modules.get(_OUTPUTS)
@@ -51,5 +51,5 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
 
 
 def is_output_hook(hook: object) -> bool:
-    """Return whether ``hook`` collects outputs of a layer for transformers, and does nothing else."""
+    """Return whether ``hook`` only collects outputs of a layer for transformers."""
     return getattr(hook, "__module__", None) == _OUTPUTS

@@ -238,8 +238,7 @@ def remove(path: Path) -> None:
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether ``path`` is a complete checkpoint: a folder of ours or of ModelParallelStrategy, or a file.
-    file."""
+    """Return whether ``path`` is a complete checkpoint: a folder of ours or of ModelParallelStrategy, or a file."""
     if path.is_file():
         return path.suffix != _SAVING or meta.is_zip(path)  # it is renamed when it is complete
     return fault(path) is None

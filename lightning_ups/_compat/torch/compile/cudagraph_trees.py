@@ -1,4 +1,4 @@
-"""Inductor's recordings of CUDA graphs, which torch keeps as trees and does not count."""
+"""Inductor's CUDA graph recordings, which torch keeps as trees without counting them."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,17 +18,17 @@ _LAST_MARK = 0
 
 @contextmanager
 def marked_steps() -> Iterator[None]:
-    """Leave it to torch again, when the context closes, to tell where a step begins.
+    """Let torch detect the beginning of a step again when the context closes.
 
-    Once a step was marked, by ``torch.compiler.cudagraph_mark_step_begin``, torch waits for the next mark for as long
-    as the process lives: whatever replays CUDA graphs later and marks none would be recorded anew in each call. Where
-    steps were marked before, they go on being marked.
+    Once a step was marked by ``torch.compiler.cudagraph_mark_step_begin``, torch waits for marks for the rest of the
+    process: CUDA graphs replayed later without marks would be recorded again in each call. If steps were marked before
+    the context, marking stays on.
     """
     global _LAST_MARK
     marks = _marks()
     ours = marks is None or marks.mark_step_counter == 0  # it counts down from 0, which means no mark
     if ours and marks is not None:
-        marks.mark_step_counter = _LAST_MARK  # no two steps of a process have one mark
+        marks.mark_step_counter = _LAST_MARK  # marks are unique within a process
     try:
         yield
     finally:
@@ -50,40 +50,40 @@ def _count(by_function: dict[Any, list[Any]]) -> int:
 class Recording:
     """A CUDA graph of a forward, and one of its backward, in memory that no other recording writes to.
 
-    Torch has one pool of memory for all recordings of a device, and does not see that autograd keeps what a replayed
-    forward has saved: another forward, before the backward of the first, may write over it.
+    Torch has one memory pool for all recordings of a device, and does not know that autograd keeps what a replayed
+    forward has saved: another forward, before the backward of the first, may overwrite it.
     """
 
     def __init__(self) -> None:
         self.parts: dict[object, Callable[..., Any]] = {}  # inductor may record a forward or a backward in several
         self._container: Any = None
-        self._addresses: set[int] = set()  # of what the graphs have returned, and not been given
+        self._addresses: set[int] = set()  # of the graphs' outputs, except inputs
         self._nodes: set[Any] = set()  # of the tree, whose outputs these are
-        self._settled: set[object] = set()  # parts that have been replayed
-        self._anew: Any = None  # the node of a part that was recorded anew
+        self._settled: set[object] = set()  # parts that were replayed
+        self._anew: Any = None  # the node of a part that was recorded again
 
     @property
     def count(self) -> int:
-        """How many graphs are recorded. It grows if one cannot be replayed."""
+        """The number of recorded graphs. It grows if one cannot be replayed."""
         manager = None if self._container is None else self._container.tree_manager
         return 0 if manager is None or manager.roots is None else _count(manager.roots)
 
     @property
     def is_kept(self) -> bool:
-        """Whether somebody keeps a tensor that lies in its memory."""
+        """Whether a tensor in its memory is still in use."""
         manager = None if self._container is None else self._container.tree_manager
         return manager is not None and bool(manager.live_cudagraph_pool_storages_in_curr_execution())
 
     def holds(self, values: Iterable[Any]) -> bool:
-        """Return whether one of ``values`` lies in memory of the recording."""
+        """Return whether one of ``values`` is in the memory of the recording."""
         known = self._addresses
         return any(isinstance(value, Tensor) and value.data_ptr() in known for value in values)
 
     def run(self, part: object, make: Callable[[], Callable[..., Any]], inputs: list[Any], *, device: int) -> Any:
-        """Return what ``part`` of the graph returns: the first time it only warms up, the second time it is recorded.
+        """Return the outputs of ``part``: the first call only warms up, the second is recorded.
 
         Args:
-            part: What tells it from others.
+            part: A key for this part.
             make: Returns inductor's function for it.
             inputs: Its inputs; the list is emptied.
             device: The index of its device.
@@ -109,11 +109,11 @@ class Recording:
         node = self._node
         if node in self._nodes:
             self._settled.add(part)
-        elif is_settled:  # recorded anew: its addresses are not known, so this one backward is launched
+        elif is_settled:  # recorded again: its addresses are unknown, so this backward is launched
             self._settled.remove(part)
             self._anew = node
         elif node is not None and (node is not before or node is self._anew):
-            # Otherwise torch has launched it, and its outputs lie in other memory.
+            # Otherwise torch has launched it, and its outputs are in other memory.
             self._addresses |= _addresses(outputs) - given
             if hasattr(node, "children"):  # and not one that warms up
                 self._nodes.add(node)
@@ -121,12 +121,12 @@ class Recording:
 
     @property
     def _node(self) -> Any:
-        """The node of the tree that has run last."""
+        """The node of the tree that ran last."""
         manager = None if self._container is None else self._container.tree_manager
         return None if manager is None else manager.current_node
 
     def close(self) -> None:
-        """Free its memory. Nothing may use what is in it any more."""
+        """Free its memory, which must not be used any more."""
         if self._container is not None and self._container.tree_manager is not None:
             self._container.tree_manager.shutdown()
         for known in (self.parts, self._addresses, self._nodes, self._settled):
@@ -140,16 +140,16 @@ def _addresses(values: Any) -> set[int]:
 
 
 class Demand:
-    """When a compiled graph is recorded and replayed as a CUDA graph: in some calls, and else it runs as compiled."""
+    """Decides in which calls a compiled graph is replayed as a CUDA graph; otherwise it runs as compiled."""
 
     def __init__(self) -> None:
         self._recordings: list[Recording] = []
-        self._in_use = local()  # of each thread
-        self._can_record = False  # nothing is recorded of a forward whose backward cannot be
+        self._in_use = local()  # per thread
+        self._can_record = False  # a forward is only recorded if its backward can be
 
     @contextmanager
     def using(self, recording: Recording) -> Iterator[None]:
-        """Replay ``recording`` for the forward in this context, and for its backward whenever that comes."""
+        """Replay ``recording`` for the forward in this context, and for its backward."""
         if recording not in self._recordings:
             self._recordings.append(recording)
         self._in_use.recording = recording
@@ -159,14 +159,14 @@ class Demand:
             del self._in_use.recording
 
     def forget(self, recording: Recording) -> None:
-        """Replay ``recording`` no more."""
+        """Stop using ``recording``."""
         if recording in self._recordings:
             self._recordings.remove(recording)
 
     def on_demand(
         self, make: Callable[..., Any], model: Callable[..., Any], static: Sequence[int], options: dict[str, Any]
     ) -> Callable[..., Any]:
-        """Return a function that replays ``model`` where that is demanded, and else runs it."""
+        """Return a function that replays ``model`` on demand, and otherwise runs it."""
         launched = _aligned(model, static, options.get("mutated_input_idxs", ()))
         is_backward, part, device = options["is_backward"], object(), options.get("device_index", 0)
         self._can_record |= is_backward or options.get("is_inference", False)
@@ -203,9 +203,9 @@ def why_not_on_demand() -> str | None:
 
 @contextmanager
 def recorded_on_demand(demand: Demand) -> Iterator[None]:
-    """Let inductor, which compiles for CUDA graphs in this context, record and replay them on ``demand`` alone.
+    """Let inductor record and replay the CUDA graphs that it compiles in this context only on ``demand``.
 
-    So one compilation serves both. Inductor would record in each call.
+    One compilation then serves both. Inductor itself would record in each call.
     """
 
     def on_demand(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,14 +216,14 @@ def recorded_on_demand(demand: Demand) -> Iterator[None]:
 
     with (
         applied(_CUDAGRAPHIFY, on_demand),
-        # It expects that the forward is recorded when the backward is compiled. Here neither is without the other.
+        # It expects that the forward is recorded when the backward is compiled. Here both are recorded or neither.
         applied(_NOTICE, lambda _: lambda *_, **__: None),
     ):
         yield
 
 
 def _aligned(model: Callable[..., Any], static: Sequence[int], mutated: Sequence[int]) -> Callable[..., Any]:
-    """Return ``model`` with inputs copied that are not aligned, which inductor leaves to CUDA graphs."""
+    """Return ``model`` with unaligned inputs copied, which inductor leaves to CUDA graphs."""
     from torch._inductor.utils import align_inputs_from_check_idxs
     from torch.utils._ordered_set import OrderedSet
 

@@ -1,4 +1,4 @@
-"""The one place that knows Dynamo's, AOTAutograd's and inductor's private names, for torch 2.11 to 2.15."""
+"""All private names of Dynamo, AOTAutograd and inductor, for torch 2.11 to 2.15."""
 
 import importlib.metadata
 import inspect
@@ -77,12 +77,12 @@ BackendCompiler = Callable[[fx.GraphModule, list[Any]], Any]
 
 
 def backends(*, debugging: bool = True) -> list[str]:
-    """Return every backend that is registered, those for ``debugging`` and experiments among them or not."""
+    """Return all registered backends, with or without those for ``debugging`` and experiments."""
     return list(torch.compiler.list_backends(exclude_tags=() if debugging else ("debug", "experimental")))
 
 
 def takes_mode(backend: str) -> bool:
-    """Return whether ``backend`` has a ``mode``, as inductor has."""
+    """Return whether ``backend`` has a ``mode``, like inductor."""
     if backend == "inductor":
         return True
     parameters = inspect.signature(dynamo.lookup_backend(backend)).parameters.values()
@@ -98,9 +98,9 @@ def backend_compiler(backend: str, *, mode: str, dynamic: bool | None) -> Backen
 
 
 def traces_for_cuda_graphs() -> bool:
-    """Return whether what Dynamo traces now is meant to be recorded as CUDA graphs and replayed, without its host.
+    """Return whether Dynamo currently traces for CUDA graphs, which are replayed without host code.
 
-    A backend says so by ``records_cuda_graphs``, unless it is one of torch's.
+    A backend that is not one of torch's sets ``records_cuda_graphs``.
     """
     try:
         named: Any = InstructionTranslator.current_tx().output.compiler_fn
@@ -126,23 +126,23 @@ def is_off() -> str | None:
 
 
 def is_watched() -> bool:
-    """Return whether a mode of dispatch, such as a counter, is to see each operation: Dynamo then steps back."""
+    """Return whether a dispatch mode, such as a counter, must see each operation: Dynamo then does not run."""
     return is_in_any_mode_without_ignore_compile_internals()
 
 
 def configuration() -> Hashable:
-    """Return a key of all settings that decide what a graph is compiled to."""
+    """Return a key of all settings that affect how a graph is compiled."""
     return aot_config.get_hash(), inductor_config.get_hash()
 
 
 def recompile_limit() -> int:
-    """Return how many graphs a code object may have before Dynamo runs it uncompiled, in silence."""
+    """Return how many graphs a code object may have before Dynamo silently runs it uncompiled."""
     return dynamo.config.recompile_limit
 
 
 def num_graphs(function: Callable[..., Any]) -> int:
     """Return the number of graphs of ``function``, which ``torch.compile`` returned."""
-    # Not a counter of new graphs: a second fit in the process compiles none, and is compiled all the same.
+    # Not a counter of new graphs: a second fit in the process compiles none, and still runs compiled.
     code = function._torchdynamo_orig_callable.__code__  # type: ignore[attr-defined]
     return len(dynamo.eval_frame._debug_get_cache_entry_list(code))
 
@@ -154,17 +154,17 @@ def compiled_by_itself(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """One attempt of Dynamo at one code object, or, where ``code`` is None, what is known of it later.
+    """One attempt of Dynamo to compile a code object; if ``code`` is None, a later event.
 
     Args:
         code: The name of the code object.
-        frame: What Dynamo numbers code objects by.
-        guard: Why one of the graphs that were there did not fit; None if there were none. It is the newest of them,
-            or while the guards are ``telling_guards_first`` the newest that failed for more than a switch.
+        frame: Dynamo's number of the code object.
+        guard: The guard that failed in existing graphs; None if there were none. It is that of the newest graph or,
+            under ``telling_guards_first``, the newest one that is more than a switch.
         failure: Why there is no graph, or None.
-        hit_limit: Whether it failed since there were too many graphs already.
-        seconds: How long it took.
-        no_cuda_graph: Why inductor made no CUDA graph of it, or None.
+        hit_limit: Whether it failed because there were too many graphs.
+        seconds: The duration.
+        no_cuda_graph: Why inductor made no CUDA graph, or None.
     """
 
     code: str | None
@@ -176,13 +176,13 @@ class Compilation:
     no_cuda_graph: str | None
 
 
-# A moment in the history of compilations of this process: the last one, and the number of graph breaks.
+# A point in this process's history of compilations: the last one, and the number of graph breaks.
 Mark = tuple[Any, int]
 
 
 def mark() -> Mark:
-    """Return the present moment."""
-    metrics = dynamo_utils._compilation_metrics  # taken in every call of compiled code, hence without a call
+    """Return the current point."""
+    metrics = dynamo_utils._compilation_metrics  # inlined, because it runs in every call of compiled code
     return (metrics[-1] if metrics else None), len(dynamo_utils.graph_break_reasons)
 
 
@@ -193,21 +193,21 @@ def compiled_since(start: Mark) -> bool:
 
 
 def without_disabling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what ``torch._dynamo.disable`` has wrapped, for a caller that Dynamo will wrap in the same way."""
+    """Return the function inside of ``torch._dynamo.disable``, for a caller that Dynamo wraps in the same way."""
     return innermost_fn(function)
 
 
 def compilations_since(start: Mark) -> tuple[list[Compilation], list[str]]:
-    """Return what was compiled since ``start``, and the reasons of the graph breaks met on the way."""
+    """Return the compilations since ``start``, and the reasons of their graph breaks."""
     breaks = dynamo_utils.graph_break_reasons[start[1] :]
     return [_compilation(metrics) for metrics in _metrics_since(start)], [_break(reason) for reason in breaks]
 
 
 def is_compiler_error(error: Exception, start: Mark) -> bool:
-    """Return whether ``error`` came up while something was compiled since ``start``, and not while it ran."""
+    """Return whether ``error`` was raised during a compilation since ``start``, and not during execution."""
     if isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit)):
         return True
-    # An assertion within Dynamo, or an index out of range, is passed on as it is.
+    # Dynamo passes on an assertion or an index error of its own unchanged.
     if any(metrics.fail_type == type(error).__qualname__ for metrics in _metrics_since(start)):
         return True
     traceback = error.__traceback__
@@ -253,7 +253,7 @@ def _break(reason: Any) -> str:
 
 
 def first_hint(text: str) -> str:
-    """Return the first of Dynamo's hints that says what to do, with a full stop before it, or an empty string."""
+    """Return Dynamo's first hint that says what to do, preceded by a full stop, or an empty string."""
     hints = [line.strip() for line in text.splitlines() if line.strip().startswith("Hint: ")]
     return next((f". {hint}" for hint in hints if "is fundamental" not in hint and "report an issue" not in hint), "")
 
@@ -268,25 +268,25 @@ _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "transforms", "
 
 
 def _first_line(text: str) -> str:
-    # Dynamo pads its guards with the source line that made them, and appends hints and stacks.
+    # Dynamo pads its guards with the source line that created them, and appends hints and stacks.
     return " ".join(text.strip().partition("\n")[0].partition("  # ")[0].split())
 
 
 def telling_guards_first() -> AbstractContextManager[None]:
-    """Let Dynamo keep, of the guards for which it compiles again, the one that tells most, while the context is open.
+    """Let Dynamo report the most informative of the failed guards, while the context is open.
 
-    It has one for each graph that is there, and keeps that of the newest. Where a function is called by turns with
-    inputs that need gradients and with others, the newest is the graph of the other turn, whose guard tells that only.
+    Each existing graph has a failed guard, and Dynamo reports that of the newest. If a function is called alternately
+    with inputs that need gradients and with others, the newest guard only reports that difference.
     """
     target = "torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons"
     return applied(target, _sorted_by_what_they_tell, once=True)
 
 
 def comparing_forwards_by_function() -> AbstractContextManager[None]:
-    """Let Dynamo know a forward that an instance has by its function, while the context is open.
+    """Let Dynamo identify a forward on an instance by its function, while the context is open.
 
-    It does so where that is a method, and takes any other callable for one of a kind: modules within equal blocks,
-    whose forwards have one function and are bound to one module each, would have a graph for each block.
+    Dynamo does so for methods, and treats any other callable as unique: modules within equal blocks, whose forwards
+    share one function but are bound to one module each, would get a graph for each block.
     """
     target = "torch._dynamo.variables.nn_module:guard_to_detect_forward_monkeypatching"
     return applied(target, _guarding_the_function, once=True)
@@ -321,7 +321,7 @@ def _sorted_by_what_they_tell(get: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_graph(guard: str) -> str:
-    # The guard has the number of its graph before it, by which equal guards could not be counted together.
+    # The guard starts with the number of its graph, which would make equal guards look different.
     return re.sub(r"^[!\d/_]+: ", "", _first_line(guard))
 
 
@@ -336,7 +336,7 @@ def guard_kind(guard: str) -> GuardKind:
     return "other"
 
 
-_KINDS: list[tuple[GuardKind, re.Pattern[str]]] = [  # the first that fits
+_KINDS: list[tuple[GuardKind, re.Pattern[str]]] = [  # the first match
     ("gradients", re.compile(r"requires_grad mismatch")),
     ("shape", re.compile(r"(size|stride|rank) mismatch|\.(size|stride|storage_offset)\(\)")),
     ("other", re.compile(r"^(tensor '|GLOBAL_STATE|BACKEND_MATCH|Unexpected|Unable|Cache line)")),
@@ -347,7 +347,8 @@ _SWITCH = re.compile(r"GLOBAL_STATE|dispatch key set mismatch|\.training == ")  
 
 def _tells_little(guard: str) -> int:
     guard = _without_graph(guard)
-    if guard_kind(guard) == "gradients" and "_parameters[" not in guard:  # a parameter was frozen, by no turn of calls
+    # a parameter was frozen, not a change between calls
+    if guard_kind(guard) == "gradients" and "_parameters[" not in guard:
         return 2
     return 1 if _SWITCH.search(guard) else 0
 
@@ -365,26 +366,26 @@ def backward_compiled_with_forward() -> AbstractContextManager[Any]:
 
 
 def donated_buffers_off() -> AbstractContextManager[Any]:
-    """Let graphs that are made in the context go backward again after ``retain_graph=True``.
+    """Let graphs compiled in this context run backward again after ``retain_graph=True``.
 
-    Otherwise their first backward writes to the memory of what the forward has saved.
+    Otherwise their first backward overwrites the memory of saved tensors.
     """
     return aot_config.patch({"donated_buffer": False})
 
 
 @contextmanager
 def ddp_splitting_off() -> Iterator[None]:
-    """Keep Dynamo from splitting graphs at the borders of DDP's buckets while the context is open."""
+    """Keep Dynamo from splitting graphs at DDP's bucket boundaries while the context is open."""
     with dynamo.config.patch(optimize_ddp=False):
         yield
 
 
 @contextmanager
 def guarding_each_parameter() -> Iterator[None]:
-    """Let graphs that are made in the context check each parameter at every call, `requires_grad` included.
+    """Let graphs compiled in this context check each parameter at every call, including `requires_grad`.
 
-    Torch 2.11 skips these checks while the dict that holds a parameter is unchanged. A graph that was made while a
-    parameter was frozen is then also used after the parameter was unfrozen, and gives it no gradient.
+    Torch 2.11 skips these checks while the dict that holds a parameter is unchanged. A graph compiled while a parameter
+    was frozen would then still be used after it was unfrozen, and give it no gradient.
     """
     with _GUARDS.set(False, False):  # noqa: FBT003  (the values of two settings)
         yield
@@ -397,12 +398,12 @@ _GUARDS = SharedSettings(
 
 @contextmanager
 def loggers_left_out(tell: Callable[[], None]) -> Iterator[None]:
-    """Let Dynamo leave out of graphs what a module writes to Python's loggers, which would end them.
+    """Let Dynamo leave out calls of Python's loggers, which would break graphs.
 
     Args:
-        tell: Called when it does so for the first time.
+        tell: Called when this happens for the first time.
     """
-    # Libraries add methods of theirs, as transformers does with `warning_once`.
+    # Libraries add their own methods, such as `warning_once` of transformers.
     methods = [method for name, method in vars(logging.Logger).items() if name.partition("_")[0] in _LEVELS]
     left_out = _LeftOut({*dynamo.config.ignore_logging_functions, *methods})
     left_out.tell = tell
@@ -414,9 +415,9 @@ _LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 
 class _LeftOut(set[Any]):
-    """Tells when something was found in it, once.
+    """A set that reports, once, that something was found in it.
 
-    Torch 2.11 sorts a copy of it and writes that as JSON when it notes how a compilation went: names are what it finds.
+    Torch 2.11 writes a sorted copy of it as JSON when it records a compilation: the copy contains names.
     """
 
     tell: Callable[[], None] | None = None
@@ -439,24 +440,24 @@ class _LeftOut(set[Any]):
 
 
 def is_fake(value: Any) -> bool:
-    """Return whether ``value`` is a tensor without data, as compilers pass around."""
+    """Return whether ``value`` is a fake tensor, as compilers use."""
     return isinstance(value, FakeTensor)
 
 
 def is_static(placeholder: fx.Node) -> bool:
-    """Return whether this input of a graph is a parameter or a buffer, which a CUDA graph reads where it lies."""
+    """Return whether this input of a graph is a parameter or a buffer, whose address a CUDA graph may read."""
     return bool(placeholder.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
 
 
 def is_written_to(placeholder: fx.Node) -> bool:
     """Return whether Dynamo saw an in-place write to this input of a graph."""
     example = placeholder.meta.get("example_value")
-    # A fake tensor is made for the graph: whatever version it has came from the graph's own writes.
+    # A fake tensor is created for the graph, so its version counts only the graph's own writes.
     return isinstance(example, torch.Tensor) and example._version > 0
 
 
 def tree_map(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """Return ``tree`` with ``function`` of each of its tensors in their place."""
+    """Return ``tree`` with ``function`` applied to each of its tensors."""
     return pytree.tree_map_only(torch.Tensor, function, tree)
 
 
@@ -475,21 +476,21 @@ def toolchain() -> dict[str, str | None]:
 
 
 def has_new_artifacts() -> bool:
-    """Return whether compiled programs were made, or found in a cache, since they were last saved."""
+    """Return whether compiled programs were created, or found in a cache, since they were last saved."""
     return CacheArtifactManager.need_serialize()
 
 
 def artifact_keys(info: CacheInfo) -> set[tuple[str, str]]:
-    """Return what ``info`` lists, each by its kind and its key."""
+    """Return the kind and key of each entry of ``info``."""
     return {(kind, key) for kind, keys in info.artifacts.items() for key in keys}
 
 
 def load_artifacts(programs: bytes) -> set[tuple[str, str]] | None:
-    """Give compiled programs to the caches, so that they will be saved again too; None if they cannot be read."""
+    """Add compiled programs to the caches, so that they are also saved again; None if they cannot be read."""
     artifacts = CacheArtifactManager.deserialize(programs)
     if artifacts is None:
         return None
-    # Otherwise a run that uses few of them would save those few in the place of all.
+    # Otherwise a run that uses few of them would save only those few.
     for kind, loaded in artifacts.items():
         for artifact in loaded:
             if artifact not in CacheArtifactManager._seen_artifacts:
