@@ -1,4 +1,4 @@
-"""A GPU's memory, clock and work: the allocator's counters, times on the device, kernels, and where the host waits."""
+"""A GPU's memory, clock and kernels: allocator counters, device times, and synchronizations."""
 
 import sys
 import sysconfig
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def allocator_counters(device: torch.device) -> dict[str, int]:
-    """Return the counters of the allocator for ``device``, without waiting for the device; none if it has none."""
+    """Return the allocator's counters for ``device``, without synchronizing; empty if it has none."""
     return torch.cuda.memory_stats(device) if device.type == "cuda" and torch.cuda.is_initialized() else {}
 
 
@@ -41,32 +41,32 @@ def device_memory(device: torch.device) -> int | None:
 
 
 def begin_history(device: torch.device) -> None:
-    """Record where allocations come from, from now on; each then costs some microseconds."""
+    """Start to record where allocations come from; each then costs some microseconds."""
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=100_000, device=device)
 
 
 def end_history(device: torch.device) -> None:
-    """Record no more."""
+    """Stop recording."""
     if device.type == "cuda":
         options: dict[str, Any] = {"enabled": None, "device": device}
         torch.cuda.memory._record_memory_history(**options)
 
 
 def write_snapshot(path: Path, device: torch.device) -> bool:
-    """Write every block of the allocator's memory to ``path``, and return whether there was one to ask."""
+    """Write a snapshot of the allocator to ``path``; return whether there was an allocator."""
     if device.type != "cuda":
         return False
     torch.cuda.memory._dump_snapshot(str(path))
     return True
 
 
-_CALIBRATION = 2_000_000  # cycles: about a millisecond
-_WAKING_MS = 50.0  # of work, by which a device that was idle, as while a model is compiled, has raised its frequency
+_CALIBRATION = 2_000_000  # clock cycles: about a millisecond
+_WAKING_MS = 50.0  # of work, after which an idle device has raised its clock
 
 
 class CudaClock:
-    """Times what the host does and what the device does, and can keep the device from beginning.
+    """Measures times of the host and the device, and can delay the device.
 
     Args:
         device: The device.
@@ -77,7 +77,7 @@ class CudaClock:
         self._cycles_per_ms: float | None = None
 
     def wake(self) -> None:
-        """Keep the device busy until it computes as fast as it does in a run, which takes some 50 ms."""
+        """Keep the device busy until it runs at full clock, which takes some 50 ms."""
         worked = spin = 0.0
         while worked < _WAKING_MS:  # the first one loads the kernel
             spin = max(self._time_of_spin(), 1e-3)
@@ -89,17 +89,17 @@ class CudaClock:
         return time.perf_counter() * 1e3
 
     def wait(self) -> None:
-        """Wait until the device has done all its work."""
+        """Wait until the device has finished all work."""
         torch.cuda.synchronize(self._device)
 
     def mark(self) -> torch.cuda.Event:
-        """Mark the present end of the device's queue."""
+        """Record the current end of the device's queue."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def passed(self, mark: torch.cuda.Event) -> bool:
-        """Return whether the device has come to ``mark``."""
+        """Return whether the device has reached ``mark``."""
         return mark.query()
 
     def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
@@ -107,25 +107,25 @@ class CudaClock:
         return start.elapsed_time(end)
 
     def hold(self, ms: float) -> None:
-        """Keep the device busy for about ``ms`` milliseconds; what is queued afterwards waits for that."""
+        """Keep the device busy for about ``ms`` milliseconds; work queued afterwards waits."""
         if self._cycles_per_ms is None:
             self.wake()
         assert self._cycles_per_ms is not None
         self._spin(int(ms * self._cycles_per_ms))
 
     def allocated(self) -> int:
-        """Return the bytes of all tensors on the device."""
+        """Return the number of bytes allocated for tensors on the device."""
         return torch.cuda.memory_allocated(self._device)
 
     def room(self) -> int:
-        """Return the bytes that tensors could still have."""
+        """Return the number of bytes that tensors could still use."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
 
     def counted(self, run: Callable[[], Any]) -> tuple[int, float] | None:
-        """Return how many kernels ``run`` launches and the milliseconds that they take; None if it waits for one.
+        """Return the number of kernels that ``run`` launches and their milliseconds; None if it synchronizes.
 
-        None as well if somebody profiles the process.
+        Also None if the process is already being profiled.
         """
         if is_profiled():
             return None
@@ -141,19 +141,19 @@ class CudaClock:
         return len(kernels), sum(end - start for _, start, end in kernels) / 1e3
 
     def peak(self) -> int:
-        """Return the most bytes that all tensors have had at once."""
+        """Return the peak number of bytes of all tensors."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        """Count the peak from now on."""
+        """Reset the peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def release(self) -> None:
-        """Give memory that nothing uses back to the device."""
+        """Return unused memory to the device."""
         torch.cuda.empty_cache()
 
     def recorded(self) -> int:
-        """Return the bytes that CUDA graphs keep to themselves, without those of tensors."""
+        """Return the bytes reserved by CUDA graphs, not counting tensors."""
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == index)
         private = (s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
@@ -174,31 +174,31 @@ Kernel = tuple[str, float, float]  # name, start and end in microseconds
 
 
 def is_profiled() -> bool:
-    """Return whether somebody profiles this process by torch's profiler, of which there is one."""
+    """Return whether torch's profiler is already running in this process; there is only one."""
     bindings: Any = torch._C
     return bindings._autograd._profiler_enabled()
 
 
 class Kernels:
-    """Torch's profiler, for the device's work only."""
+    """Torch's profiler, for device activity only."""
 
     def __init__(self) -> None:
-        with warnings.catch_warnings():  # about events of several cycles, of which there is one
+        with warnings.catch_warnings():  # about events of several cycles; there is only one
             warnings.simplefilter("ignore")
             self._profile = profile(activities=[ProfilerActivity.CUDA])
 
     def start(self) -> None:
-        """Begin; it takes up to a second the first time in a process."""
+        """Start; the first time in a process takes up to a second."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._profile.start()
 
     def mark(self) -> None:
-        """Mark a point in the device's work; what is returned lies between the first mark and the last."""
-        torch.cuda._sleep(1)  # a kernel that nobody else uses
+        """Mark a point in the device's work; results are between the first mark and the last."""
+        torch.cuda._sleep(1)  # a kernel that nothing else uses
 
     def stop(self) -> list[Kernel]:
-        """End, and return what the device did, in any order. This waits for the device."""
+        """Stop, and return the device's kernels, in any order. Synchronizes."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._profile.stop()
@@ -210,7 +210,7 @@ class Kernels:
 
 
 def between_marks(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """Return the parts of ``kernels`` between the first mark and the last; all of them, if there are not two marks."""
+    """Return the parts of ``kernels`` between the first and the last mark; all of them without two marks."""
     kernels = list(kernels)
     marks = sorted(start for name, start, _ in kernels if "spin_kernel" in name)
     if len(marks) < 2:
@@ -221,10 +221,10 @@ def between_marks(kernels: Iterable[Kernel]) -> list[Kernel]:
 
 @contextmanager
 def watched_waits(counts: "Counter[str]") -> Iterator[None]:
-    """Count, while the context is open, at which lines the host waits for the device; nothing is printed.
+    """Count, while the context is open, the lines at which the host waits for the device; prints nothing.
 
-    Torch itself says where (``torch.cuda.set_sync_debug_mode``), but for explicit ``torch.cuda.synchronize``, which is
-    watched here.
+    Torch reports these lines (``torch.cuda.set_sync_debug_mode``), except for explicit ``torch.cuda.synchronize``,
+    which is intercepted here.
     """
     mode = torch.cuda.get_sync_debug_mode()
 
@@ -267,12 +267,12 @@ _OURS = str(Path(__file__).parents[2])
 
 
 def _place() -> str | None:
-    """Return the line that waits: the innermost of the user's, or that of a library if none is."""
+    """Return the line that waits: the innermost one of user code, or that of a library if there is none."""
     frames = [frame for frame in traceback.extract_stack(sys._getframe(2)) if frame.filename != __file__]
     frames = [frame for frame in frames if not frame.filename.endswith("/warnings.py")]
     if not frames:
         return None
-    # The script that called fit is the user's as well: what a step does lies below the last frame of Lightning.
+    # The script that called fit is user code, too: the step is below the last frame of Lightning.
     below = max((i for i, frame in enumerate(frames) if _is_lightning(frame.filename)), default=-1) + 1
     own = [frame for frame in frames[below:] if not _is_library(frame.filename)]
     chosen = (own or frames)[-1]

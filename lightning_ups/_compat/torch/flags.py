@@ -1,9 +1,9 @@
-"""torch's process-wide switches behind private names: read exactly, written exactly.
+"""torch's process-wide switches with private names, read and written exactly.
 
-TF32 has two interfaces over one state. The legacy one (``allow_tf32``, ``set_float32_matmul_precision``) keeps every
-reader content; the newer ``fp32_precision`` alone leaves the legacy getters raising "mix of the legacy and new APIs",
-which Inductor's autotuning and Lightning call. So the legacy setters write where the state is not mixed already, the
-newer ones where it is, and what the legacy ones cannot express is put back cell by cell.
+TF32 has two interfaces to one state. The legacy one (``allow_tf32``, ``set_float32_matmul_precision``) works for all
+readers; after using only the newer ``fp32_precision``, the legacy getters, which Inductor's autotuning and Lightning
+call, raise "mix of the legacy and new APIs". Therefore the legacy setters are used unless the state is already mixed,
+the newer ones if it is, and states that the legacy ones cannot express are restored setting by setting.
 """
 
 import re
@@ -38,7 +38,7 @@ _Cell = tuple[str, str]
 _PARENTS: tuple[_Cell, ...] = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
 _MATMUL: tuple[_Cell, ...] = (("cuda", "matmul"),)
 _CUDNN: tuple[_Cell, ...] = (("cuda", "conv"), ("cuda", "rnn"))
-_ONEDNN: _Cell = ("mkldnn", "matmul")  # torch.set_float32_matmul_precision writes it too
+_ONEDNN: _Cell = ("mkldnn", "matmul")  # torch.set_float32_matmul_precision sets it, too
 
 
 class Tf32(NamedTuple):
@@ -49,14 +49,14 @@ class Tf32(NamedTuple):
 
 
 def read_tf32() -> Tf32:
-    """Return what holds now, whichever interface set it."""
+    """Return the current state, whichever interface set it."""
     return Tf32(_all_are(_MATMUL, enabled=True), _all_are(_CUDNN, enabled=True))
 
 
 def write_tf32(*, enabled: bool) -> None:
-    """Set TF32 for matrix products and cuDNN; what has that value already is left as it is."""
+    """Set TF32 for matrix products and cuDNN, unless they already have that value."""
     if not enabled and _matmul_precision() in ("high", "medium"):
-        with _quiet():  # `allow_tf32 = False` would leave oneDNN's half as it is, and that is mixed too
+        with _quiet():  # `allow_tf32 = False` would not change oneDNN's setting, and the state would be mixed
             torch.set_float32_matmul_precision("highest")
     for cells, legacy in ((_MATMUL, "cublas"), (_CUDNN, "cudnn")):
         if _all_are(cells, enabled=enabled):
@@ -65,13 +65,13 @@ def write_tf32(*, enabled: bool) -> None:
         if setter is not None and _legacy(legacy) is not None:
             with _quiet():
                 setter(enabled)
-        if not _all_are(cells, enabled=enabled):  # mixed already, or inherited from torch.backends.fp32_precision
+        if not _all_are(cells, enabled=enabled):  # already mixed, or inherited from torch.backends.fp32_precision
             for cell in cells:
                 _set(cell, "tf32" if enabled else "ieee")
 
 
 def save_tf32() -> Callable[[], None]:
-    """Return a function that puts TF32 back to what it is now, for every way of reading it."""
+    """Return a function that restores TF32 to its current state, for every interface."""
     saved = _state()
 
     def restore() -> None:
@@ -81,7 +81,7 @@ def save_tf32() -> Callable[[], None]:
                 torch.set_float32_matmul_precision(saved.precision)
             if now.cudnn != saved.cudnn:
                 torch.backends.cudnn.allow_tf32 = saved.cudnn
-        # Convolutions that nobody asked about are in a state that no setter reaches: write only what differs.
+        # Unset convolutions are in a state that no setter can restore: write only what differs.
         for cell, value in _state().cells.items():
             if value != saved.cells[cell]:
                 _set(cell, saved.cells[cell])
@@ -96,13 +96,13 @@ class _State(NamedTuple):
 
 
 def _state() -> _State:
-    # A getter resolves what a cell inherits, and putting the inherited value back would end the inheritance.
+    # A getter resolves inherited values; setting the result would end the inheritance.
     cells: dict[_Cell, str] = {}
     for parent in _PARENTS:
         cells[parent] = _get(parent)
         _set(parent, "none")
     cells |= {cell: _get(cell) for cell in (*_MATMUL, *_CUDNN, _ONEDNN)}
-    # The legacy getters refuse when their own value and the cells disagree: make them agree to see it.
+    # The legacy getters raise if their own value and the settings disagree: make them agree first.
     precision = _matmul_precision()
     if precision is None:
         with _holding("ieee", *_MATMUL, _ONEDNN):
@@ -142,7 +142,7 @@ def _legacy(name: str) -> bool | None:
     try:
         with _quiet():
             return getattr(torch._C, f"_get_{name}_allow_tf32")()
-    except (AttributeError, RuntimeError):  # gone, or the user mixed both interfaces
+    except (AttributeError, RuntimeError):  # removed, or the user mixed both interfaces
         return None
 
 
@@ -157,12 +157,12 @@ def _matmul_precision() -> str | None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*TF32.*")  # once for each process, by some versions
+        warnings.filterwarnings("ignore", message=".*TF32.*")  # once per process, in some versions
         yield
 
 
 class AttentionState(NamedTuple):
-    """Which kernels ``scaled_dot_product_attention`` may choose, and in which order it asks them."""
+    """The kernels that ``scaled_dot_product_attention`` may choose, and their order."""
 
     enabled: frozenset[SDPBackend]
     order: tuple[SDPBackend, ...]
@@ -180,27 +180,27 @@ _SWITCHES = {
 
 
 def settle_attention(device: torch.device) -> None:
-    """Let torch put its kernels for a GPU in its own order, as it would at the first attention, over any other."""
+    """Let torch set its own kernel order for a GPU, as it would in the first attention call, replacing any other."""
     if device.type == "cuda":
         x = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device=device)
         torch._fused_sdp_choice(x, x, x)
 
 
 def read_attention() -> AttentionState:
-    """Return what holds now."""
+    """Return the current state."""
     order = tuple(SDPBackend(number) for number in torch._C._get_sdp_priority_order())
     return AttentionState(allowed_attention(), order)
 
 
 def allowed_attention() -> frozenset[SDPBackend]:
-    """Return which kernels may be chosen now."""
+    """Return the kernels that may currently be chosen."""
     return frozenset(backend for backend, (enabled, _) in _SWITCHES.items() if enabled())
 
 
 def write_attention(state: AttentionState) -> None:
-    """Make ``state`` hold; kernels that its order does not name follow in the order that they have.
+    """Set ``state``; kernels that its order does not name follow in their current order.
 
-    Not ``sdpa_kernel``, whose end loses the place of the kernels that were switched off before it.
+    Not ``sdpa_kernel``, which on exit loses the position of kernels that were disabled before.
     """
     for backend, (_, enable) in _SWITCHES.items():
         enable(backend in state.enabled)
@@ -209,18 +209,18 @@ def write_attention(state: AttentionState) -> None:
 
 
 def forget_graphs() -> None:
-    """Drop compiled graphs, which have what held when they were made baked in and no guard on it."""
+    """Drop compiled graphs, which depend on the earlier state without a guard."""
     if "torch._dynamo" not in sys.modules or not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
         return  # nothing was compiled
     if "torch._inductor.cudagraph_trees" in sys.modules:
         torch.compiler.reset()
-    else:  # `reset` would import all of Inductor for the sake of CUDA graphs that there cannot be
+    else:  # `reset` would import all of Inductor because of CUDA graphs, which cannot exist
         torch._dynamo.reset_code_caches()
 
 
 @contextmanager
 def cache_key_tag(tag: str) -> Iterator[None]:
-    """Keep what is compiled apart on disk: torch's keys leave out what ``tag`` says (attention among it)."""
+    """Separate compiled code on disk by ``tag``, for state that torch's keys leave out (such as attention)."""
     import torch.compiler.config as config
 
     before = config.cache_key_tag
@@ -232,7 +232,7 @@ def cache_key_tag(tag: str) -> Iterator[None]:
 
 
 def allocator_settings() -> dict[str, Any] | None:
-    """Return what the CUDA allocator goes by, read from itself; None before CUDA is initialised."""
+    """Return the CUDA allocator's current settings; None before CUDA is initialized."""
     if not torch.cuda.is_initialized():
         return None
     snapshot: dict[str, Any] = dict(torch.cuda.memory._snapshot())
@@ -245,10 +245,10 @@ def allocator_variable() -> str:
 
 
 def set_allocator_settings(text: str, /) -> None:
-    """Configure the allocator as the environment variable would, in a process that runs.
+    """Configure the allocator as the environment variable would, in a running process.
 
     Raises:
-        RuntimeError: If this torch cannot, or refuses ``text``.
+        RuntimeError: If this torch does not support it, or refuses ``text``.
     """
     setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if setter is None:
@@ -263,7 +263,7 @@ def set_allocator_settings(text: str, /) -> None:
 
 
 def merge_settings(text: str, changes: Mapping[str, Any], /) -> str:
-    """Return allocator settings ``text`` with ``changes`` made, and everything else in it kept."""
+    """Return allocator settings ``text`` with ``changes`` applied."""
     for key in changes:
         text = re.sub(rf"(^|,)\s*{key}\s*:[^,\[\]]*", "", text)
     return ",".join([*filter(None, [text.strip(", ")]), *(f"{key}:{value}" for key, value in changes.items())])

@@ -1,4 +1,4 @@
-"""How much libraries say."""
+"""Sets the log levels of libraries."""
 
 import logging
 import warnings
@@ -10,7 +10,7 @@ __all__ = ["only_errors", "only_from", "without"]
 
 @contextmanager
 def only_from(level: int, logger: str) -> Iterator[None]:
-    """Let ``logger``, and what is named below it, say nothing that is less than ``level`` while the context is open."""
+    """Suppress messages of ``logger`` and its children below ``level`` while the context is open."""
     named = logging.getLogger(logger)
     before = named.level
     named.setLevel(level)
@@ -37,7 +37,7 @@ def without(text: str, logger: str) -> Iterator[None]:
 
 @contextmanager
 def only_errors() -> Iterator[None]:
-    """Let nobody warn, and no logger say what is less than an error, while the context is open."""
+    """Suppress all warnings, and log messages below errors, while the context is open."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

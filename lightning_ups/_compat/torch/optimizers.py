@@ -1,4 +1,4 @@
-"""What torch knows of an optimizer and tells nobody by a public name, and its hooks."""
+"""Private state and hooks of torch's optimizers."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -23,40 +23,40 @@ __all__ = [
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` steps in another way than its class; a scheduler's, which only counts, is none."""
+    """Return whether the instance overrides the ``step`` of its class, other than by a scheduler's counter."""
     own = vars(optimizer).get("step")
-    scaled = vars(optimizer).get("grad_scale") is not None  # by a GradScaler, whose gradients are to be divided
+    scaled = vars(optimizer).get("grad_scale") is not None  # by a GradScaler, whose gradients must be unscaled
     return scaled or (own is not None and not hasattr(own, "_wrapped_by_lr_sched"))
 
 
 def count_step(optimizer: Optimizer) -> None:
-    """Tell the schedulers of ``optimizer`` of a step that was made for it; they warn of one that was never made."""
+    """Count a step for the schedulers of ``optimizer``, which warn if there was none."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def flag_to_skip(optimizer: Optimizer) -> Tensor | None:
-    """Return the number on the device that, where it is not 0, forbids the step: GradScaler's word to fused ones."""
+    """Return the device tensor that skips the step if it is not 0, which GradScaler passes to fused optimizers."""
     return vars(optimizer).get("found_inf")
 
 
 def closure_of(optimizer: Optimizer) -> Parameter | None:
-    """Return the argument by which the step of ``optimizer`` takes a closure, or None if it takes none."""
+    """Return the closure parameter of the step of ``optimizer``, or None if it has none."""
     return signature(type(optimizer).step).parameters.get("closure")
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` has to be given a closure, since it computes the loss several times in a step."""
+    """Return whether ``optimizer`` requires a closure, because it computes the loss several times in a step."""
     closure = closure_of(optimizer)
     return closure is not None and closure.default is Parameter.empty
 
 
 def has_modes(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` has other weights for evaluation, which its ``train`` and ``eval`` put in place."""
+    """Return whether ``optimizer`` has other weights for evaluation, which its ``train`` and ``eval`` swap."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def before_loading(optimizer: Optimizer, hook: Callable[[Optimizer, dict[str, Any]], None]) -> Callable[[], None]:
-    """Call ``hook``, once, before ``optimizer`` loads a state, and return what undoes it; some optimizers take none."""
+    """Call ``hook``, once, before ``optimizer`` loads a state; return a function that removes it, if hooks work."""
     hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
     if hooks is None or hook in hooks.values():
         return lambda: None
@@ -65,7 +65,7 @@ def before_loading(optimizer: Optimizer, hook: Callable[[Optimizer, dict[str, An
 
 @contextmanager
 def hooked_once(optimizer: Optimizer) -> Iterator[None]:
-    """Call the hooks of ``optimizer`` before and after the context, and not at the steps inside."""
+    """Call the step hooks of ``optimizer`` before and after the context, and not at the steps inside."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     for hook in before.values():
         hook(optimizer, (), {})
@@ -79,7 +79,7 @@ def hooked_once(optimizer: Optimizer) -> Iterator[None]:
 
 
 def share_state_dict_hooks(optimizer: Optimizer, inner: Optimizer) -> None:
-    """Let hooks that are given to ``optimizer`` be called when ``inner`` makes its state dict, or loads one."""
+    """Call the state dict hooks of ``optimizer`` when ``inner`` creates or loads its state dict."""
     for name in _STATE_DICT_HOOKS:
         setattr(optimizer, name, getattr(inner, name))
 

@@ -1,4 +1,4 @@
-"""Tiny operations that show whether this build of torch can do something on this device; each raises if it cannot."""
+"""Small operations that show whether this torch supports something on this device; each raises if not."""
 
 import importlib
 import os
@@ -31,7 +31,7 @@ def bfloat16_matmul(device: torch.device) -> None:
 
 
 def cpu_computes_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16 itself; else torch converts to float32 and back."""
+    """Return whether the processor multiplies bfloat16 natively; otherwise torch converts to float32 and back."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -41,7 +41,7 @@ def cpu_computes_bfloat16() -> bool:
 
 
 def float8_matmul(device: torch.device, *, rowwise: bool) -> None:
-    """Multiply two matrices of float8, with one scale for each, or one for each row and column."""
+    """Multiply two float8 matrices, with one scale for each, or one for each row and column."""
     a = torch.ones(32, 32, device=device).to(torch.float8_e4m3fn)
     b = torch.ones(32, 32, device=device).to(torch.float8_e4m3fn).t()
     shapes = ((32, 1), (1, 32)) if rowwise else ((), ())
@@ -51,9 +51,9 @@ def float8_matmul(device: torch.device, *, rowwise: bool) -> None:
 
 
 def mxfp8_matmul(device: torch.device) -> None:
-    """Multiply two matrices of float8 with one scale, a power of two, for every 32 values."""
+    """Multiply two float8 matrices with one scale, a power of two, for every 32 values."""
     a, b = (torch.ones(128, 128, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    # All scales are one, so that the order in which the kernel wants them does not matter.
+    # All scales are one, so their order does not matter.
     scale = torch.ones(128 * 4, device=device).to(torch.float8_e8m0fnu)
     product: Any = torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
     assert product[0, 0].item() == 128
@@ -66,7 +66,7 @@ def cuda_graph(device: torch.device) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            x.clone()  # warm up, as capturing demands
+            x.clone()  # warm up, as required for capturing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -83,7 +83,7 @@ def pinned_copy(device: torch.device) -> None:
 
 
 def triton_kernel(device: torch.device) -> None:
-    """Compile a Triton kernel, which needs a C compiler and Python's headers as well, and run it."""
+    """Compile and run a Triton kernel, which also needs a C compiler and Python's headers."""
     _require_headers()
     triton: Any = importlib.import_module("triton")
     tl: Any = importlib.import_module("triton.language")
@@ -99,7 +99,7 @@ def triton_kernel(device: torch.device) -> None:
 
 
 def compile_cpp() -> None:
-    """Compile and link what Inductor's C++ needs: OpenMP and Python's headers."""
+    """Compile and link code with what Inductor's C++ needs: OpenMP and Python's headers."""
     _require_headers()
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:

@@ -1,4 +1,4 @@
-"""Settings of torch's config modules that several runs of a process want at the same time."""
+"""Settings in torch's config modules that several concurrent runs of a process may set."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ __all__ = ["SharedSettings"]
 class SharedSettings:
     """Sets attributes of a config module while at least one context is open; contexts may be closed in any order.
 
-    Torch keeps settings for each thread since 2.13, and for the process before: contexts are counted likewise.
+    Torch's settings are per thread since 2.13, and per process before; contexts are counted accordingly.
 
     Args:
-        config: The module.
+        config: The config module.
         names: Its attributes.
     """
 
@@ -28,12 +28,12 @@ class SharedSettings:
 
     @property
     def values(self) -> tuple[Any, ...] | None:
-        """The values of the contexts that are open, or None."""
+        """The values set by the open contexts, or None."""
         return getattr(self._open, "values", None)
 
     @contextmanager
     def set(self, *values: Any) -> Iterator[None]:
-        """Set the attributes to ``values``, which must be those of the contexts that are open."""
+        """Set the attributes to ``values``, which must equal those of other open contexts."""
         with self._lock:
             if self.values is None:
                 self._open.values, self._open.count = values, 0

@@ -1,4 +1,4 @@
-"""Attention: one function for every kernel, and a way to send torch's own attention to any of them."""
+"""Attention: one function for all kernels, and a way to route torch's own attention to any of them."""
 
 from lightning_ups.kernels.attention.api import attention
 from lightning_ups.kernels.attention.auto import decisions, recorded_decisions

@@ -13,7 +13,7 @@ __all__ = ["gather_with_blocks", "gathered_when_called", "sharded_in"]
 
 
 def gathered_when_called(root: FSDPModule) -> dict[nn.Module, list[FSDPModule]]:
-    """Map each module whose call gathers, below ``root``, to all sharded modules gathered then."""
+    """Return, for each module below ``root`` whose call gathers, all sharded modules that are gathered with it."""
     below = [module for module in sharded_in(root) if module is not root]
     together = {block: sharded_in(block) for block in below if is_compiled(block)}  # type: ignore[arg-type]
     within = {inner for block, found in together.items() for inner in found if inner is not block}

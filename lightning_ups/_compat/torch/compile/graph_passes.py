@@ -1,8 +1,9 @@
-"""Passes over the graphs that inductor compiles: casts to float8, maxima, and the input of a reduction.
+"""Passes over the graphs that inductor compiles: float8 casts, maxima, and the input of a reduction.
 
-All keep every bit. A cast to float8 follows a maximum of what is cast, by which it is scaled, so torchao's clamps have
-no effect. The maximum of joined tensors is that of the parts. If inductor itself writes a matrix, that kernel can find
-the largest value of each piece. And a cast may be done while gradients are copied together for their reduction.
+None of them changes a bit of the results. A float8 cast follows a maximum of its input, by which it is scaled, so
+torchao's clamps have no effect. The maximum of concatenated tensors is the maximum over the parts. If inductor itself
+writes a matrix, the same kernel can compute the maximum of each piece. And a cast can be done while gradients are
+copied together for their reduction.
 """
 
 import math
@@ -37,19 +38,19 @@ _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 
 
 def above(node: Any, goes_on: Callable[[fx.Node], bool]) -> Any:
-    """Return the first argument of the first argument and so on, as far as ``goes_on`` says so of what has it."""
+    """Follow first arguments from ``node`` upwards while ``goes_on`` returns True, and return the last one."""
     while isinstance(node, fx.Node) and goes_on(node):
         node = node.args[0]
     return node
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Return whether ``node`` is its first argument in another type."""
+    """Return whether ``node`` casts its first argument."""
     return node.target in _CASTS
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether ``node`` shows the memory of its first argument in another shape or order."""
+    """Return whether ``node`` is a view of its first argument."""
     return packet_of(node) in _VIEWS
 
 
@@ -58,22 +59,22 @@ def packet_of(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", None)
 
 
-_LEAST = 1e-12  # of a maximum, as torchao has it: what it is divided by must not be less
+_LEAST = 1e-12  # of a maximum, as in torchao: it is a divisor
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @contextmanager
 def leaner_casts() -> Iterator[None]:
-    """Compile casts to float8 so while the context is open."""
+    """Compile cheaper casts to float8 while the context is open."""
     with even_splits(), graph_pass("joint", leave_out_clamps), graph_pass("apart", find_maxima_apart):
         yield
 
 
 def leave_out_clamps(graph: fx.Graph) -> None:
-    """Cast to float8 without clamps what was scaled by its own maximum to the largest value that there is.
+    """Remove clamps before casts to float8 of values that were scaled by their own maximum to the float8 maximum.
 
-    A scaled maximum is that value but for the rounding of the scale, at most 2**-8, and float8 rounds all to it that is
-    less than 2**-5 above. What is not a number stays so, with clamps and without.
+    The scaled maximum equals the float8 maximum except for the rounding of the scale, at most 2**-8, and float8 rounds
+    values up to 2**-5 above to its maximum. NaN stays NaN with and without clamps.
     """
     for cast in [node for node in graph.nodes if is_cast(node) and _dtype(node) in _FLOAT8]:
         clamped, largest = cast.args[0], torch.finfo(_dtype(cast)).max
@@ -84,7 +85,7 @@ def leave_out_clamps(graph: fx.Graph) -> None:
 
 
 def _argument(node: Any, target: Any, *rest: Any) -> Any:
-    """Return the first argument of ``node``, or None if it is not this ``target`` with this ``rest`` of arguments."""
+    """Return the first argument of ``node`` if it is this ``target`` with this ``rest`` of arguments, else None."""
     return node.args[0] if isinstance(node, fx.Node) and node.target is target and node.args[1:] == rest else None
 
 
@@ -98,7 +99,7 @@ def _is_scaled_by_its_maximum(scaled: fx.Node, largest: float) -> bool:
 
 
 def _maximum_of(scale: Any, largest: float) -> fx.Node | None:
-    """Return the values by whose largest ``scale`` was made, which brings it to ``largest``."""
+    """Return the values whose maximum ``scale`` maps to ``largest``, or None."""
     floor = _argument(_argument(above(scale, _is_exact), _aten.mul.Tensor, largest), _aten.reciprocal.default)
     if not isinstance(floor, fx.Node) or floor.target is not _aten.clamp_min.default:
         return None
@@ -114,12 +115,12 @@ def _absolute(maximum: Any) -> Any:
 
 
 def _is_exact(node: fx.Node) -> bool:
-    """Return whether it casts to float32 or float64, which round a scale by less than the clamps leave room for."""
+    """Return whether it casts to float32 or float64, whose rounding of a scale is small enough to drop clamps."""
     return is_cast(node) and _dtype(node) in (torch.float32, torch.float64)
 
 
 def _keeps_values(node: fx.Node) -> bool:
-    """Return whether it has the values of its argument, in another shape or, without loss, in another type."""
+    """Return whether it has the values of its argument, in another shape or, without loss, in another dtype."""
     return _only_shows(node) or _widens(node)
 
 
@@ -133,7 +134,7 @@ def _widens(node: fx.Node) -> bool:
 
 
 def find_maxima_apart(graph: fx.Graph) -> None:
-    """Look for the largest of joined values in each of the parts, which can be read in the order in which it lies."""
+    """Compute the maximum of concatenated values from the parts, each of which is read in its memory order."""
     for node in graph.find_nodes(op="call_function", target=_aten.max.default):
         joined = above(_absolute(node), _only_shows)
         if not isinstance(joined, fx.Node) or joined.target is not _aten.cat.default:
@@ -153,7 +154,7 @@ def find_maxima_apart(graph: fx.Graph) -> None:
 
 
 def _has_values(node: fx.Node) -> bool:
-    """Return whether it is known to have any: what is empty has no maximum."""
+    """Return whether it is known to be non-empty: an empty tensor has no maximum."""
     shape = _value(node).shape
     return all(isinstance(size, int) for size in shape) and 0 not in shape
 
@@ -171,32 +172,32 @@ def _dtype(node: fx.Node) -> Any:
 
 
 _BROADCASTS = (_aten.expand, _aten.unsqueeze, _aten.squeeze)
-LONGEST = 1024  # what inductor reduces at once, without a loop: of two bytes each, 32 to a thread of one warp
-SHORTEST = 128  # or else the maxima are no small part of what is written
-FEWEST = 1024  # programs, for one piece each: with fewer a GPU is not busy, and inductor would split them
+LONGEST = 1024  # the most that inductor reduces at once, without a loop: 32 two-byte values for each thread of a warp
+SHORTEST = 128  # with shorter pieces, the maxima are a significant part of what is written
+FEWEST = 1024  # programs, one per piece: fewer do not fill a GPU, and inductor would split them
 
 
 def find_where_written(graph: fx.Graph, maxima: OpOverload) -> None:
-    """Let calls of ``maxima`` read the maxima of pieces where the kernel that writes a matrix can find these."""
+    """Let calls of ``maxima`` read the maxima of pieces, if the kernel that writes the matrix can compute these."""
     for node in graph.find_nodes(op="call_function", target=maxima):
         values = node.args[0]
         shape = pieces(values)
         if shape is None:
             continue
         with graph.inserting_before(node):
-            # Of what the launch of a cast reads, and not of what that shows: inductor keeps the one in memory, and
+            # Use the tensor that the launch of a cast reads, not a view of it: inductor keeps that one in memory, and
             # would compute the other a second time.
             shown = _new(graph, _aten.view.default, values, [*shape])
             largest = _new(graph, _aten.amax.default, _new(graph, _aten.abs.default, shown), [-1])
-            found = _new(graph, maxima, largest)  # anew: a call of an operator knows the strides that it is made with
+            found = _new(graph, maxima, largest)  # a new node: a call of an operator stores the strides of its inputs
         node.replace_all_uses_with(found)
         graph.erase_node(node)
 
 
 def pieces(values: fx.Node) -> tuple[int, ...] | None:
-    """Return the shape of ``values`` whose last dimension is one piece, or None where inductor would read them again.
+    """Return the shape of ``values`` split into pieces along the last dimension, or None if that needs another read.
 
-    Inductor joins loops that are equal: where rows are reduced to compute ``values``, as in a norm, a piece is a row.
+    Inductor fuses equal loops: if ``values`` are computed from reductions of rows, as in a norm, a piece is a row.
     """
     if not _size(values):
         return None
@@ -207,7 +208,7 @@ def pieces(values: fx.Node) -> tuple[int, ...] | None:
         return None
     rows, length, reduced = tuple(_value(source).shape), math.gcd(width, LONGEST), _reduced_lengths(source)
     if not reduced and length >= SHORTEST:
-        outer = rows if rows[-1] == width else shape  # as many loops, or inductor does not see that they match
+        outer = rows if rows[-1] == width else shape  # as many loops, otherwise inductor does not see that they match
         found = (*outer[:-1], width // length, length)
     elif reduced <= {width} and rows[-1] == width:
         found = rows
@@ -221,7 +222,7 @@ def _keeps_order(node: fx.Node) -> bool:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    """Return whether inductor writes it value by value."""
+    """Return whether inductor computes it elementwise."""
     return is_cast(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
@@ -230,7 +231,7 @@ def _passes_on(node: fx.Node) -> bool:
 
 
 def _reduced_lengths(source: fx.Node) -> set[int]:
-    """Return how many values of the size of ``source`` are reduced to one where it is computed."""
+    """Return the lengths of reductions of tensors of the size of ``source`` from which it is computed."""
     size, lengths, seen, left = _size(source), set[int](), set[fx.Node](), [source]
     while left:
         node = left.pop()
@@ -252,7 +253,7 @@ def _new(graph: fx.Graph, target: OpOverload, *args: Any) -> fx.Node:
 
 
 def _size(node: fx.Node) -> int:
-    """Return how many values there are, or 0 where that is not known."""
+    """Return the number of elements, or 0 if unknown."""
     shape = _value(node).shape
     return math.prod(shape) if all(isinstance(size, int) for size in shape) else 0
 
@@ -262,17 +263,17 @@ def _value(node: fx.Node) -> Tensor:
     return value if isinstance(value, Tensor) else value[0]
 
 
-_CHANNELS_LAST = 4  # dimensions, from which on a tensor may be in that order
+_CHANNELS_LAST = 4  # the minimum number of dimensions of a channels-last tensor
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 
 
 def copy_together(gradients: Sequence[Tensor], out: Tensor, group_size: int) -> None:
-    """Copy ``gradients`` into ``out`` as a reduce-scatter reads them: rank after rank, of each gradient a part.
+    """Copy ``gradients`` into ``out`` in the order of a reduce-scatter: for each rank, a part of each gradient.
 
     Args:
-        gradients: Each with a first dimension that ``group_size`` divides.
-        out: As many elements as all of them, in one dimension.
-        group_size: How many ranks.
+        gradients: Gradients whose first dimension is divisible by ``group_size``.
+        out: A 1-D tensor with as many elements as all of them.
+        group_size: The number of ranks.
     """
     sizes = [gradient.numel() // group_size for gradient in gradients]
     for part, gradient, size in zip(out.view(group_size, -1).split(sizes, dim=1), gradients, sizes, strict=True):
@@ -292,11 +293,11 @@ def _(gradients: list[Tensor], group_size: int, dtype: torch.dtype) -> Tensor:  
 
 
 def cast_where_copied(graph: fx.Graph) -> None:
-    """Let matrix products be cast while they are copied together, as FSDP2 does, and not before.
+    """Cast matrix products while they are copied together, as FSDP2 does, and not before.
 
-    A cast by itself reads and writes them once more, and its result is as large again. Of what else there is inductor
-    casts within the kernel that computes it, without rounding in between. Gradients of convolutions are copied so, too:
-    their memory may be in another order, of which torch 2.11 fails to take a view.
+    A separate cast reads and writes them once more, and its result needs as much memory again. Other values are cast by
+    inductor within the kernel that computes them, without rounding in between. Gradients of convolutions are copied in
+    this way, too: their memory may be in another order, of which torch 2.11 fails to create a view.
     """
     bucketing = getattr(torch.ops, "bucketing", None)
     target = getattr(getattr(bucketing, "_pre_bucket_reduce_scatter", None), "default", None)
@@ -310,7 +311,7 @@ def cast_where_copied(graph: fx.Graph) -> None:
             together = graph.call_function(
                 torch.ops.lightning_ups.reduce_scatter_input.default, (sources, group_size, dtype)
             )
-        # All but what inductor remembers of the arguments, which are others now.
+        # Everything except inductor's notes about the arguments, which have changed.
         together.meta.update({key: value for key, value in node.meta.items() if key != "eager_input_vals"})
         node.replace_all_uses_with(together)
         graph.erase_node(node)
@@ -320,7 +321,7 @@ def cast_where_copied(graph: fx.Graph) -> None:
 
 
 def _uncast(gradient: Any) -> Any:
-    """Return the product that ``gradient`` was before a cast that nothing else needs."""
+    """Return the product before a cast to ``gradient``, if nothing else uses the cast."""
     source = gradient.args[0] if gradient.args else None
     if not is_cast(gradient) or len(gradient.users) != 1 or not isinstance(source, fx.Node):
         return gradient

@@ -1,4 +1,4 @@
-"""Settings of inductor that have no public name, each held while a context is open."""
+"""Settings of inductor without public names, each set while a context is open."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,22 +23,22 @@ __all__ = [
 
 GraphKind = Literal["joint", "apart"]
 
-_ALIGNED = 16  # elements of two bytes: more than the widest load takes
+_ALIGNED = 16  # elements of two bytes: more than the widest load
 
 
 @contextmanager
 def combined_kernels() -> Iterator[None]:
-    """Let small kernels that do not wait for one another, such as maxima of weights, be launched as one."""
+    """Launch independent small kernels, such as maxima of weights, as one kernel."""
     with _set("combo_kernels"):
         yield
 
 
 @contextmanager
 def eager_precision_casts() -> Iterator[None]:
-    """Let compiled code round between operations where eager code does.
+    """Round between operations in compiled code as in eager code.
 
-    Without it a value that is recomputed can differ from the one that was rounded, and scales of rows computed from the
-    two disagree: losses become NaN (pytorch#150859).
+    Otherwise a recomputed value can differ from the rounded one, and scales of rows computed from the two disagree:
+    losses become NaN (pytorch#150859).
     """
     with _set("emulate_precision_casts"):
         yield
@@ -46,17 +46,17 @@ def eager_precision_casts() -> Iterator[None]:
 
 @contextmanager
 def eager_random_numbers() -> Iterator[None]:
-    """Let compiled code draw the random numbers that eager code would."""
+    """Draw the same random numbers in compiled code as in eager code."""
     with _set("fallback_random"):
         yield
 
 
 @contextmanager
 def even_splits() -> Iterator[None]:
-    """Let a reduction of much to one value be split into pieces of one size, each of which begins aligned.
+    """Split large reductions to one value into equal pieces with aligned starts.
 
-    By itself inductor splits by the device alone: 2**27 elements become 528 pieces of 254201. Each element of such a
-    piece is loaded by itself, and asked first whether it is there.
+    Inductor's default depends only on the device: 2**27 elements become 528 pieces of 254201. Such a piece is loaded
+    element by element, each with a bounds check.
     """
     with applied("torch._inductor.choices:InductorChoices.reduction_split_factor", _splitting_evenly, once=True):
         yield
@@ -74,7 +74,7 @@ def _splitting_evenly(split: Callable[..., int]) -> Callable[..., int]:
 
 
 def _evenly(splits: int, size: int) -> int:
-    """Return the number nearest to ``splits``, at most twice or half of it, that splits ``size`` evenly and aligned."""
+    """Return the number closest to ``splits``, within a factor of two, that splits ``size`` evenly and aligned."""
     if splits == 1 or size % (splits * _ALIGNED) == 0:
         return splits
     near = (n for n in range(max(splits // 2, 2), 2 * splits + 1) if size % (n * _ALIGNED) == 0)
@@ -83,12 +83,12 @@ def _evenly(splits: int, size: int) -> int:
 
 @contextmanager
 def graph_pass(when: GraphKind, change: Callable[[fx.Graph], None], *, sources: Sequence[str] = ()) -> Iterator[None]:
-    """Let ``change`` work on graphs before inductor's own passes do, after a pass that is set already.
+    """Apply ``change`` to graphs before inductor's own passes, and after an existing custom pass.
 
     Args:
-        when: ``"joint"``: on graphs of forward and backward in one; ``"apart"``: on those of each.
-        change: What alone decides on the result, by its module's code: inductor's caches know it by that.
-        sources: Files of whatever else decides on it.
+        when: ``"joint"``: to joint graphs of forward and backward; ``"apart"``: to each of the two.
+        change: Depends only on the code of its module: inductor's caches identify it by that.
+        sources: Other files that it depends on.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -104,7 +104,7 @@ def graph_pass(when: GraphKind, change: Callable[[fx.Graph], None], *, sources: 
 
         def uuid(self) -> Any:
             if (others := known_by(before)) is None:
-                return None  # no caching, as without ours
+                return None  # no caching, as without our pass
             return get_hash_for_files((source, *sources)), change.__name__, others
 
     with _set(name, Pass()):
@@ -112,12 +112,12 @@ def graph_pass(when: GraphKind, change: Callable[[fx.Graph], None], *, sources: 
 
 
 def passes_in(setting: Any) -> list[Any]:
-    """Return the passes that a setting of inductor's holds: none, one or several."""
+    """Return the passes in a setting of inductor: none, one or several."""
     return [] if setting is None else [*setting] if isinstance(setting, (list, tuple)) else [setting]
 
 
 def known_by(passes: Iterable[Any]) -> tuple[Any, ...] | None:
-    """Return what inductor's caches know ``passes`` by, or None if they do not know one of them."""
+    """Return the cache keys of ``passes``, or None if one of them has none."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     keys = tuple(each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes)
@@ -126,13 +126,13 @@ def known_by(passes: Iterable[Any]) -> tuple[Any, ...] | None:
 
 @contextmanager
 def known_to_caches(*functions: Callable[..., Any], sources: Sequence[str]) -> Iterator[None]:
-    """Let graphs that call ``functions``, which `torch.compiler.allow_in_graph` left whole, be found in caches.
+    """Let inductor cache graphs that call ``functions``, which `torch.compiler.allow_in_graph` does not trace.
 
-    By itself torch traces and differentiates such a graph in each start anew, since it cannot know what they do.
+    By default torch compiles such a graph again in each process, since it cannot know what the functions do.
 
     Args:
-        functions: Those.
-        sources: Files of what they do: caches know them by their content.
+        functions: The functions.
+        sources: Files with everything that they do: caches identify them by the content.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import get_hash_for_files
@@ -149,16 +149,16 @@ def known_to_caches(*functions: Callable[..., Any], sources: Sequence[str]) -> I
 
 @contextmanager
 def tuned_blocks() -> Iterator[None]:
-    """Let compiled code try more sizes of the blocks in which a kernel goes through its data, which takes minutes."""
+    """Let inductor try more block sizes for kernels, which takes minutes."""
     with _set("coordinate_descent_tuning"):
         yield
 
 
 @contextmanager
 def _set(name: str, value: Any = True) -> Iterator[None]:  # noqa: FBT002
-    from torch._inductor import config  # which takes its time to import
+    from torch._inductor import config  # slow to import
 
-    # What is set holds in this thread alone, and a backward may be compiled in one of autograd's: these see defaults.
+    # The setting is local to this thread, and a backward may be compiled in a thread of autograd, with the defaults.
     entry = config._config[name]  # pyright: ignore[reportAttributeAccessIssue]
     before = entry.default
     with config.patch({name: value}):

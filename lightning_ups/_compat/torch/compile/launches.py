@@ -1,7 +1,7 @@
-"""Operators that do no more than launch a kernel of Triton, which a compiled graph launches itself.
+"""Lets compiled graphs launch the Triton kernels of custom operators themselves.
 
-An operator is a box to inductor: its code calls torch's dispatcher, that calls Python, and that calls Triton, for 30
-to 60 microseconds each time. What the box holds takes as long as any kernel that inductor wrote.
+An operator is opaque to inductor: its code calls torch's dispatcher, that calls Python, and that calls Triton, which
+takes 30 to 60 microseconds. A direct launch takes as long as for inductor's own kernels.
 """
 
 import operator
@@ -21,13 +21,13 @@ __all__ = ["Launch", "Operator", "launch_directly", "launched_by_graphs"]
 
 
 class Launch(NamedTuple):
-    """A kernel for Triton to run, in four warps.
+    """A Triton kernel to launch, with four warps.
 
     Args:
-        kernel: As Triton launches it.
-        programs: How many there are.
-        arguments: By name; tensors are contiguous.
-        written: Names of those that the kernel writes to.
+        kernel: The Triton kernel.
+        programs: The number of programs.
+        arguments: Arguments by name; tensors are contiguous.
+        written: Names of the arguments that the kernel writes to.
     """
 
     kernel: Any
@@ -36,7 +36,7 @@ class Launch(NamedTuple):
     written: tuple[str, ...]
 
     def run(self, device: torch.device) -> None:
-        """Launch it."""
+        """Launch the kernel."""
         with launching_on(device):
             self.kernel[(self.programs,)](**self.arguments)
 
@@ -45,9 +45,9 @@ class Operator(NamedTuple):
     """An operator whose outputs are all written by one launch.
 
     Args:
-        operator: As graphs have it.
-        launch: Returns the launch, given the operator's inputs and its outputs, or None where the operator does more.
-            Tensors have no values.
+        operator: The operator in graphs.
+        launch: Returns the launch for the operator's inputs and outputs, which are fake tensors, or None if the
+            operator does more than one launch.
     """
 
     operator: OpOverload
@@ -58,11 +58,11 @@ class Operator(NamedTuple):
 def launched_by_graphs(operators: Sequence[Operator], *, sources: Sequence[str]) -> Iterator[None]:
     """Let graphs that are compiled while the context is open launch the kernels of ``operators`` themselves.
 
-    Shapes that are not known until a graph runs leave an operator as it is.
+    Calls with dynamic shapes are not replaced.
 
     Args:
-        operators: Those whose calls are replaced.
-        sources: Files of what decides on a launch: inductor's caches know a graph by their content.
+        operators: The operators whose calls are replaced.
+        sources: Files that a launch depends on: inductor's caches identify a graph by their content.
     """
 
     def change(graph: fx.Graph) -> None:
@@ -75,10 +75,9 @@ def launched_by_graphs(operators: Sequence[Operator], *, sources: Sequence[str])
 
 @contextmanager
 def _analysed_once() -> Iterator[None]:
-    """Let torch find out once for each kind of launch what its kernel writes to, while the context is open.
+    """Let torch analyze only once, for each kind of launch, what its kernel writes to, while the context is open.
 
-    It has Triton parse the kernel for that, 10 ms, and asks twice for each launch: 672 times for eight blocks with
-    casts by rows.
+    For that, Triton parses the kernel in 10 ms, twice for each launch: 672 times for eight blocks with casts by rows.
     """
     from torch._higher_order_ops import triton_kernel_wrap
 
@@ -94,7 +93,7 @@ def _remembering(analyse: Callable[..., Any]) -> Callable[..., Any]:
 
     def analysed(kernel: Any, arguments: dict[str, Any], *rest: Any, **options: Any) -> Any:
         kinds = {name: _kind(value) for name, value in arguments.items()}
-        if any(rest) or any(options.values()) or None in kinds.values():  # descriptors, or what is not known here
+        if any(rest) or any(options.values()) or None in kinds.values():  # descriptors, or unknown kinds
             return analyse(kernel, arguments, *rest, **options)
         key = kernel, *kinds.items()
         if key not in found:
@@ -105,15 +104,15 @@ def _remembering(analyse: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kind(value: Any) -> Any:
-    """Return all that Triton looks at of an argument while it parses a kernel, or None if that is not known."""
+    """Return everything that Triton uses of an argument while it parses a kernel, or None if unknown."""
     if isinstance(value, int | float | str):
         return type(value), value
-    dtype = getattr(value, "dtype", None)  # of a tensor without values, or of inductor's placeholder for one
+    dtype = getattr(value, "dtype", None)  # of a fake tensor, or of inductor's placeholder
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def launch_directly(graph: fx.Graph, known: Operator) -> None:
-    """Put its launch in the place of each call of an operator."""
+    """Replace each call of an operator by its launch."""
     for node in graph.find_nodes(op="call_function", target=known.operator):
         inputs = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
         value = node.meta["val"]
@@ -135,12 +134,12 @@ def _can_be_launched_on(tensor: Tensor) -> bool:
 def _launched(
     graph: fx.Graph, launch: Launch, inputs: Sequence[tuple[Any, Any]], outputs: Sequence[Tensor]
 ) -> list[fx.Node]:
-    """Return nodes of the outputs, of a launch that is added to ``graph``."""
-    # Inductor finds by itself that it may write to memory that nothing else has seen.
+    """Add a launch to ``graph``, and return the nodes of its outputs."""
+    # Inductor detects by itself that the kernel may write to new memory in place.
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
     from torch._inductor.lowering import needs_realized_inputs
 
-    # As for any operator: what two launches read is then written once if it is made of several, and not for each.
+    # As for any operator: an input shared by two launches is then written to memory once, and not for each.
     realized: Any = needs_realized_inputs
     realized.add(torch.ops.higher_order.triton_kernel_wrapper_mutation)
     nodes = {id(value): node for value, node in inputs} | {id(each): _empty(graph, each) for each in outputs}
@@ -171,7 +170,7 @@ def _empty(graph: fx.Graph, value: Tensor) -> fx.Node:
 
 
 def _place_of(value: Any) -> Tensor:
-    """Return new memory for ``value``, with a dimension: for one without, inductor writes a kernel that fills it."""
+    """Return new memory for ``value``, with at least one dimension: inductor would fill a scalar with a kernel."""
     with value.fake_mode:
         return value.new_empty(value.shape or (1,))
 

@@ -1,7 +1,7 @@
-"""Inductor's passes that put the collectives of a block into one, and let them overlap with another block's compute.
+"""Inductor's passes that bucket the collectives of a block, and overlap them with another block's compute.
 
-They differ between torch 2.11 and 2.13 by their arguments, and a later torch may not have them: looked for, never
-assumed. A pass of the user's own is run before ours.
+Their arguments differ between torch 2.11 and 2.13, and a later torch may not have them: this module checks. A pass set
+by the user runs first.
 """
 
 import importlib
@@ -39,13 +39,13 @@ _COPIED_AT_ONCE = 2**26  # bytes: enough for the full rate of a link, and few en
 
 @dataclass(frozen=True)
 class GraphCollectives:
-    """How often one graph communicates: as it was traced, and after the passes.
+    """The number of collectives in a graph, as traced and after the passes.
 
     Args:
         backward: Whether it is a backward graph.
         before: Collectives by kind, as traced.
         after: The same after the passes.
-        groups: How many blocks, and rests of roots, gather in it.
+        groups: The number of blocks, and rests of roots, that gather in it.
     """
 
     backward: bool
@@ -55,7 +55,7 @@ class GraphCollectives:
 
 
 def missing() -> str | None:
-    """Return why collectives cannot be put together by block with this torch, or None."""
+    """Return why this torch cannot bucket collectives by block, or None."""
     function = _function()
     if function is None:
         return "this torch's inductor has no manual_overlap_bucketing"
@@ -67,23 +67,23 @@ def missing() -> str | None:
 
 @contextmanager
 def bucketing(*, together: bool, key: str, told: Callable[[GraphCollectives], None]) -> Iterator[None]:
-    """Let inductor put together the collectives of each group while the context is open.
+    """Let inductor bucket the collectives of each group while the context is open.
 
     Args:
-        together: Whether to do that, or only to tell what there is.
-        key: What tells graphs apart, for inductor's caches, which do not see marks on nodes.
-        told: Called for each graph that is compiled, and not for those from a cache.
+        together: Whether to bucket, or only to count.
+        key: Distinguishes graphs in inductor's caches, which do not see marks on nodes.
+        told: Called for each compiled graph, but not for cached ones.
     """
     passes = _Bucket(together, key, told, passes_in(inductor_config.post_grad_custom_post_pass))
     settings: dict[str, Any] = {"post_grad_custom_post_pass": passes}
     if together:
-        settings["reorder_for_peak_memory"] = False  # the scheduler would move what the pass has placed
+        settings["reorder_for_peak_memory"] = False  # the scheduler would undo the order of the pass
     with inductor_config.patch(settings):
         yield
 
 
 def collectives_of(graph: fx.Graph) -> dict[str, int]:
-    """Return how many collectives of each kind ``graph`` has."""
+    """Return the number of collectives of each kind in ``graph``."""
     names = (_name(node) for node in graph.nodes)
     return dict(Counter(_KINDS[name] for name in names if name in _KINDS))
 
@@ -120,7 +120,7 @@ class _Bucket(CustomGraphPass):
 
     def uuid(self) -> Any:
         if (others := known_by(self.others)) is None:
-            return None  # no caching, as without ours
+            return None  # no caching, as without our pass
         code = get_hash_for_files((__file__, graph_passes.__file__, partitioner.__file__))
         return code, self.together, self.key, others
 
@@ -145,9 +145,9 @@ def _telling_how_to_leave_out() -> Iterator[None]:
 
 
 def _reduce_sums(graph: fx.Graph) -> None:
-    """Reduce the sum of two gradients of one parameter, which is tied, and not each of them."""
+    """Reduce the sum of two gradients of a tied parameter, instead of each."""
     sums = list(graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor))
-    for node in sums:  # to which what is found adds: copies of shards are reduced twice
+    for node in sums:  # to which the loop adds: reductions over replicas come second
         waits = [arg for arg in node.args if isinstance(arg, fx.Node) and len(arg.users) == 1]
         reductions = [wait.args[0] for wait in waits if _name(wait) == "wait_tensor"]
         first, second = reductions if len(reductions) == 2 and not node.kwargs else (None, None)
@@ -175,7 +175,7 @@ def _reduce_sum(graph: fx.Graph, node: fx.Node, waits: list[fx.Node], first: fx.
 
 
 def _reduce_copies(graph: fx.Graph) -> None:
-    """Put all-reduces of gradients into few, and wait for them at the end, where alone their results are needed."""
+    """Bucket all-reduces of gradients, and wait for them at the end, since only the outputs need their results."""
     merge = getattr(importlib.import_module("torch._inductor.fx_passes.bucketing"), "merge_all_reduce_bucket", None)
     for nodes in _reductions_of_copies(graph):
         made = merge(graph, nodes)[0] if merge is not None and len(nodes) > 1 else nodes
@@ -186,7 +186,7 @@ def _reduce_copies(graph: fx.Graph) -> None:
 
 
 def _reductions_of_copies(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Return all-reduces whose results are only returned: by group, and without one (nothing was split) by size."""
+    """Return all-reduces whose results are only returned: by group; those without a group, by size."""
     found: dict[Any, list[fx.Node]] = {}
     filled = 0
     for node in graph.nodes:
@@ -201,7 +201,7 @@ def _reductions_of_copies(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _after(node: fx.Node) -> list[fx.Node]:
-    """Return what is computed from ``node``, in order and at last the output, if it is computed from nothing else."""
+    """Return what is computed from ``node``, in order and ending with the output, if it has no other inputs."""
     found: dict[fx.Node, None] = {}
     queue = [*node.users]
     while queue:
@@ -215,7 +215,7 @@ def _after(node: fx.Node) -> list[fx.Node]:
 
 @contextmanager
 def _without_estimates() -> Iterator[None]:
-    # Since torch 2.13 the pass asks triton for the bandwidth of the device, which its plan does not need.
+    # Since torch 2.13 the pass asks triton for the bandwidth of the device, which it does not need here.
     estimation = importlib.import_module("torch.utils._runtime_estimation")
     if (has("triton") and torch.cuda.is_available()) or not hasattr(estimation, "get_gpu_dram_gbps"):
         yield
@@ -229,7 +229,7 @@ _TOGETHER = (torch.float32, torch.bfloat16, torch.float16)
 
 @contextmanager
 def _gathering_types_together() -> Iterator[None]:
-    """Let one gather be of bfloat16 and float32 tensors, as autocast needs both; torch's pass can, and does not."""
+    """Gather bfloat16 and float32 tensors together for autocast; torch's pass supports it, but never does it."""
     module = "torch._inductor.fx_passes.overlap_manual_scheduling"
     names = ("get_full_bucket_key", "bucket_key")
     name = next((name for name in names if hasattr(importlib.import_module(module), name)), names[0])
@@ -251,7 +251,7 @@ def _may_be_any_type(node: fx.Node) -> bool:
     if _KINDS.get(_name(node)) != "gathers" or not isinstance(shard, fx.Node):
         return False
     value = shard.meta["val"]
-    return value.dtype in _TOGETHER and value.numel() * value.dtype.itemsize % 4 == 0  # what follows must be aligned
+    return value.dtype in _TOGETHER and value.numel() * value.dtype.itemsize % 4 == 0  # the next one must be aligned
 
 
 def _arguments(function: Callable[..., Any], groups: list[str]) -> dict[str, Any]:
@@ -274,7 +274,8 @@ def _place(node: fx.Node) -> str | None:
 
 
 def _gathers_complex(node: fx.Node) -> bool:
-    # The pass gathers into memory that it gives, where alone torch does not pass complex numbers as pairs of real ones.
+    # The pass gathers into memory that it allocates, which is the one case in which torch does not convert complex
+    # numbers.
     return _KINDS.get(_name(node)) == "gathers" and node.meta["val"].is_complex()
 
 

@@ -1,4 +1,4 @@
-"""AOTAutograd's split of a graph into forward and backward: who asks what it costs, and what it gets wrong."""
+"""Fixes of AOTAutograd's partitioner, which splits a graph into forward and backward."""
 
 import inspect
 import operator
@@ -17,14 +17,14 @@ from lightning_ups._compat.torch.tensors.autograd import outside_modes, saves_se
 
 __all__ = ["gradients_apart", "heeds_memory_budget", "random_numbers_kept", "random_states_in_place"]
 
-_NOTHING = 1e-9  # what is less keeps nothing
+_NOTHING = 1e-9  # anything less keeps nothing
 
 
 @cache
 def heeds_memory_budget(backend: str) -> bool | None:
-    """Return whether what is kept for backward by ``backend`` depends on the memory budget; None if it does not run.
+    """Return whether ``backend`` respects the memory budget of activations; None if it does not run.
 
-    A small graph is compiled to see, except by inductor, of which it is known and which takes seconds.
+    A small graph is compiled to find out, except with inductor, which is known to and takes seconds.
     """
     if backend == "inductor":
         return True
@@ -36,7 +36,7 @@ def heeds_memory_budget(backend: str) -> bool | None:
 
 
 def _saved_bytes(backend: str, *, budget: float) -> int:
-    from torch._functorch import config  # slow to import, and nothing that --help needs
+    from torch._functorch import config  # slow to import, and not needed for --help
 
     from lightning_ups._compat.torch.compile.dynamo import backend_compiler
 
@@ -58,11 +58,11 @@ def _saved_bytes(backend: str, *, budget: float) -> int:
 
 @contextmanager
 def gradients_apart() -> Iterator[None]:
-    """Leave each gradient memory of its own, and each collective one wait, where equal gradients are reduced once.
+    """Give each gradient its own memory, and each collective one wait, if equal gradients are reduced once.
 
-    The partitioner lets equal nodes be one, but for what a graph returns. A reduction is within it, and the wait, which
-    is what is returned, gives the memory of what it waits for: two parameters would have one gradient, which is added
-    to, or clipped, for each of them. Inductor's passes, in turn, know one wait for each collective.
+    The partitioner merges equal nodes except outputs. A reduction is merged, but the wait, an output, returns the
+    memory of the reduction: two parameters would share one gradient, which would be accumulated or clipped for each of
+    them. Inductor's passes, in turn, expect one wait for each collective.
     """
 
     def waiting_once(original: Callable[..., fx.Graph]) -> Callable[..., fx.Graph]:
@@ -78,7 +78,7 @@ def gradients_apart() -> Iterator[None]:
 
 
 def _wait_once(graph: fx.Graph) -> None:
-    """Let each wait but the first for a collective copy what that one gives."""
+    """Let each wait except the first for a collective copy the result of the first."""
     first: dict[Any, fx.Node] = {}
     for wait in graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.wait_tensor.default):
         if (waited := first.setdefault(wait.args[0], wait)) is not wait:
@@ -88,13 +88,13 @@ def _wait_once(graph: fx.Graph) -> None:
 
 @contextmanager
 def random_states_in_place() -> Iterator[None]:
-    """Let graphs draw anew, in what backward recomputes, also where they pass more than tensors and numbers.
+    """Let backward recompute random operations also in graphs that pass more than tensors and numbers to it.
 
-    From torch 2.13 on a graph whose parameters are sharded passes their mesh to its backward, after all tensors and
-    before numbers. The partitioner puts the states of random numbers before the numbers, as if there were no mesh, and
-    the runtime takes the mesh for a tensor. Attention counts as random on a CPU, whatever its dropout is.
+    From torch 2.13 on, a graph with sharded parameters passes their mesh to its backward, after all tensors and before
+    numbers. The partitioner inserts the random states before the numbers, ignoring the mesh, and the runtime treats the
+    mesh as a tensor. Attention counts as random on a CPU, even without dropout.
     """
-    from torch._functorch import partitioners  # slow to import, and nothing that --help needs
+    from torch._functorch import partitioners  # slow to import, and not needed for --help
 
     is_opaque = getattr(partitioners, "is_opaque_node", None)
     if is_opaque is None:
@@ -124,12 +124,12 @@ def random_states_in_place() -> Iterator[None]:
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """Let no backward draw random numbers anew for what a memory budget has it recompute, as a dropout's mask is.
+    """Keep random numbers, such as a dropout's mask, when a memory budget recomputes them in backward.
 
-    By itself the partitioner draws others there: only for what the user has marked to be recomputed are the states of
-    generators kept. Inductor draws seeds, and makes numbers of these, so that seeds are all that it keeps.
-    Contexts may be closed in any order. A graph is refused, with a RuntimeError while it compiles, if a region in it
-    that compiles for itself draws.
+    By default the partitioner draws new ones: it keeps generator states only for nodes that the user has marked for
+    recomputation. Inductor draws seeds, and derives numbers from these, so only the seeds are kept. Contexts may be
+    closed in any order. A graph with a separately compiled region that draws random numbers raises a RuntimeError
+    during compilation.
     """
     with applied("torch._functorch.partitioners:choose_saved_values_set", _keeping_random_numbers, once=True):
         yield
@@ -149,10 +149,10 @@ def _keeping_random_numbers(original: Callable[..., list[fx.Node]]) -> Callable[
             _refuse_region(node, memory_budget)
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if memory_budget < _NOTHING:
-            # Torch goes by no mark then.
+            # Torch ignores marks then.
             return list(dict.fromkeys([*node_info.inputs, *(leaf for node in random for leaf in _leaves(node))]))
         saved = original(*call.args, **call.kwargs)
-        # A cut goes through the parts of a result of many; torch names all of it if it has no choice.
+        # A cut goes through the parts of a multi-output node; torch reports the node itself if it has no choice.
         return list(dict.fromkeys(part for node in saved for part in (_leaves(node) if node in random else [node])))
 
     return choose_saved_values_set
@@ -167,7 +167,7 @@ def _draws(node: fx.Node) -> bool:
         return any(_draws(each) for part in inner if isinstance(part, fx.GraphModule) for each in part.graph.nodes)
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    # Attention has the tag whatever its dropout is.
+    # Attention has the tag even without dropout.
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     if "dropout_p" not in names:
         return True
@@ -177,7 +177,7 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _refuse_region(node: fx.Node, budget: float) -> None:
-    """Raise if ``node`` is a region, of which inductor gives backward other numbers even if the seeds are kept."""
+    """Raise if ``node`` is a region, for which inductor's backward draws other numbers even if the seeds are kept."""
     if budget < 1 and isinstance(node.target, torch._ops.HigherOrderOperator):
         raise RuntimeError(
             f"Under a memory budget, {node.target.name()} draws random numbers, as dropout does."
@@ -188,7 +188,7 @@ def _refuse_region(node: fx.Node, budget: float) -> None:
 
 
 def _leaves(node: fx.Node) -> list[fx.Node]:
-    """Return ``node``, or what is taken out of it if it is a tuple."""
+    """Return ``node``, or the items taken out of it if it is a tuple."""
     if not isinstance(node.meta.get("val"), tuple | list):
         return [node]
     return [leaf for part in node.users if part.target is operator.getitem for leaf in _leaves(part)]

@@ -1,4 +1,4 @@
-"""FSDP2 in backward: derivatives of derivatives, and tensors in the objects that modules return."""
+"""FSDP2 in backward: higher derivatives, and tensors in objects that modules return."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,17 +17,17 @@ _Mark = tuple[int, int] | None
 
 
 def keep_for_derivatives(states: Sequence[Any], groups: Sequence[Any]) -> Callable[[], None]:
-    """Let what is gathered stay so once a backward made a graph (``create_graph``), until one that makes none ends.
+    """Keep parameters gathered once a backward created a graph (``create_graph``), until one without it ends.
 
-    That one is the loss's, and at its end all groups are reduced: before, gradients may come to any of them. A backward
-    that makes a graph and brings gradients to parameters is one of a loss, too.
+    The latter is the loss's backward, and at its end all groups are reduced: before, any of them may receive gradients.
+    A backward that creates a graph and gives gradients to parameters is a loss's backward, too.
 
     Args:
-        states: Those below one root.
-        groups: Of these.
+        states: All states below one root.
+        groups: Their groups.
 
     Returns:
-        A function that ends the keeping, where no such backward comes.
+        A function that ends this if no such backward follows.
     """
     kept = _Kept(groups)
     for state in states:
@@ -51,20 +51,20 @@ class _Kept:
     def __init__(self, groups: Sequence[Any]) -> None:
         self._groups = groups
         self._on = False
-        self._before: list[_Mark] | None = None  # of the gradients, while a backward runs that makes a graph
+        self._before: list[_Mark] | None = None  # of the gradients, during a backward that creates a graph
 
     def stop(self) -> None:
         self._on, self._before = False, None
 
     def begin(self, pre_backward: Callable[[Any], Any], gradient: Any) -> Any:
-        if self._before is None and torch.is_grad_enabled():  # in a hook: as the backward runs
+        if self._before is None and torch.is_grad_enabled():  # in a hook: the mode in which the backward runs
             self._on, self._before = True, self._marks()
         return pre_backward(gradient)
 
     def end(self, final: Callable[[], None], context: Any) -> None:
         before, self._before = self._before, None
         if before is not None and before == self._marks():
-            # The groups stay as they are within a backward, for those that come.
+            # The groups do not change within a backward, for later ones.
             context.post_backward_final_callback_queued = False
             context.iter_forward_root = None
         else:
@@ -86,7 +86,7 @@ _DEPTH = 4  # a graph of PyTorch Geometric keeps its tensors in a mapping of a s
 
 
 def find_in_objects(state: Any) -> None:
-    """Let ``state`` gather for the backward of tensors that its module returns as attributes of objects, too."""
+    """Let ``state`` also gather for the backward of tensors that are attributes of returned objects."""
     target = f"{STATE}._register_pre_backward_hook"
     installed(target, state, lambda stock: hidden_from_dynamo(partial(_register, state, stock)))
 
@@ -100,7 +100,7 @@ def _register(state: Any, register: Callable[[Any], Any], output: Any) -> Any:
 
 
 def _in_objects(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors that need gradients in what is neither a tensor nor a container, each once."""
+    """Yield the tensors that need gradients in objects other than tensors and containers, each once."""
     seen: set[int] = set()
     level = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, Tensor)]
     for _ in range(_DEPTH):

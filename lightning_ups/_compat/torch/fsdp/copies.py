@@ -1,11 +1,11 @@
-"""FSDP2's copies out of what was gathered, in a stream of their own, and into the input of a reduction.
+"""Runs FSDP2's copies out of gathered parameters on a separate stream, and into the input of a reduction.
 
-It gathers the parameters of a block in one piece, rank after rank, and copies them apart in the stream that computes.
-In a stream of its own the copy begins when the gather ends, while the block before still computes.
+FSDP2 gathers the parameters of a block into one buffer, ordered by rank, and splits it by copies on the compute stream.
+On a separate stream, the copy begins when the gather ends, while the previous block still computes.
 
-Parameters then lie in memory of that stream. It may take what a block had once the computing stream has freed it; so
-each time that parameters are freed is marked in the computing stream, and the next copy waits for the last mark. Where
-parameters are kept from forward to backward the mark is that of the step before.
+The parameters are then in memory of that stream. It may reuse a block's memory once the compute stream has freed it:
+each time parameters are freed, an event is recorded on the compute stream, and the next copy waits for the last event.
+If parameters are kept from forward to backward, it is the event of the previous step.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ _FREES = ("_to_sharded", "_to_sharded_post_forward")
 
 @contextmanager
 def copying_beside() -> Iterator[None]:
-    """Copy on GPUs in a stream of its own while the context is open."""
+    """Copy on a separate stream on GPUs while the context is open."""
     beside: list[_Beside] = []
 
     def copying(copy: Callable[..., None]) -> Callable[..., None]:
@@ -52,7 +52,7 @@ def copying_beside() -> Iterator[None]:
 
 
 class _Beside:
-    """Copies in a stream for each device."""
+    """Copies on one stream per device."""
 
     def __init__(self, copy: Callable[..., None]) -> None:
         self._copy = copy
@@ -76,17 +76,16 @@ class _Beside:
         computing.wait_stream(copying)
 
     def mark_freed(self, device: torch.device) -> None:
-        """Let no later copy begin before what is in the computing stream now is done."""
+        """Let later copies wait for the work that is queued on the compute stream now."""
         if device in self._streams:
             self._freed[device] = torch.cuda.current_stream(device).record_event()
 
 
 @contextmanager
 def putting_together(by: Callable[[list[Tensor], Tensor, int], bool]) -> Iterator[None]:
-    """Let ``by`` put the gradients of a group together for their reduction while the context is open.
+    """Let ``by`` copy the gradients of a group together for their reduction while the context is open.
 
-    It is given the gradients, the memory for them, and the number of ranks; where it returns False, and has written
-    nothing, torch does it.
+    It gets the gradients, the buffer, and the number of ranks. If it returns False, without writing, torch copies.
     """
 
     def asking(copy_in: Callable[..., None]) -> Callable[..., None]:
@@ -109,7 +108,7 @@ class _AsReal(DefaultReduceScatter):
 
 
 def reduce_as_real(module: FSDPModule) -> None:
-    """Let ``module`` reduce what gradients are complex as pairs of real numbers, since NCCL has no complex types."""
+    """Let ``module`` reduce complex gradients as pairs of real numbers, since NCCL has no complex dtypes."""
     module.set_custom_reduce_scatter(_AsReal())
 
 

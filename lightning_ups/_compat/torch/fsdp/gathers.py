@@ -1,8 +1,8 @@
-"""Gathers of parameters in the graphs that Dynamo captures: finding them, and telling AOTAutograd what to do with them.
+"""Finds gathers of parameters in the graphs that Dynamo captures, and marks them for AOTAutograd.
 
-Dynamo keeps a read of a sharded parameter as two calls, of ``redistribute`` and ``to_local``, each with the stack of
-modules that it was made in. They are methods in torch 2.13, and functions made for them, ``prim_...``, in 2.11. Marks
-on these nodes reach the forward and the backward graph.
+Dynamo records a read of a sharded parameter as two calls, ``redistribute`` and ``to_local``, each with its module
+stack. They are methods in torch 2.13, and generated functions, ``prim_...``, in 2.11. Marks on these nodes are copied
+to the forward and the backward graph.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ _GROUP = "lightning_ups_group"
 
 
 def gathers(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the two nodes of each gather in ``graph``, in the order in which they run.
+    """Yield the two nodes of each gather in ``graph``, in execution order.
 
-    Those in checkpointed regions inside it are among them, at the places of these.
+    Gathers in checkpointed regions are included, at the position of the region.
     """
     for node in _in_order(graph, set()):
         source = node.args[0] if node.args else None
@@ -48,29 +48,29 @@ def _calls(node: fx.Node, method: str) -> bool:
 
 
 def recompute(node: fx.Node) -> None:
-    """Let the backward compute ``node`` again, and keep nothing of it."""
+    """Let the backward recompute ``node``, and keep nothing of it."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = _LAST
 
 
 def module_path(node: fx.Node) -> list[str]:
-    """Return the names of the modules in which ``node`` was made, outermost first, below the compiled one."""
+    """Return the names of the modules that created ``node``, outermost first, below the compiled one."""
     stack = [entry[0] for entry in node.meta.get("nn_module_stack", {}).values()]
     return [path.removeprefix("L['self']").removeprefix(".") for path in stack]
 
 
 def set_group(node: fx.Node, group: str) -> None:
-    """Mark ``node``, and what forward and backward graphs make of it, as of ``group``."""
+    """Mark ``node``, and its copies in forward and backward graphs, as part of ``group``."""
     node.meta["custom"] = {**node.meta.get("custom", {}), _GROUP: group}
 
 
 def group_of(node: fx.Node) -> str | None:
-    """Return the group that `set_group` gave to what ``node`` came from."""
+    """Return the group that `set_group` gave to the origin of ``node``."""
     return node.meta.get("custom", {}).get(_GROUP)
 
 
 def written(graph: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether the graph writes to what ``node`` gives, or to a view of it."""
+    """Return whether the graph writes to the result of ``node``, or to a view of it."""
     memory = _memory(node)
     if memory is None:
         return False
@@ -88,5 +88,5 @@ def _memory(node: fx.Node) -> int | None:
         return None
     try:
         return value.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
+    except (NotImplementedError, RuntimeError):  # a wrapper without its own memory
         return None

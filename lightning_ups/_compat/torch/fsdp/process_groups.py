@@ -1,4 +1,4 @@
-"""Process groups: what NCCL reads from the environment and the store of the world."""
+"""Process groups: NCCL's settings in the environment, and the world's store."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch.distributed as dist
 __all__ = ["prepare_nccl", "shared_store"]
 
 _MULTIPROCESSORS = "NCCL_MAX_CTAS"
-_SET_HERE: dict[str, str] = {}  # by an earlier strategy of this process, and not by the user
+_SET_HERE: dict[str, str] = {}  # by an earlier strategy of this process, not by the user
 
 
 def prepare_nccl(
@@ -17,14 +17,14 @@ def prepare_nccl(
     flight_recorder: Path | None,
     multiprocessors: int | None = None,
 ) -> dict[str, str]:
-    """Set what the environment does not say yet, and return it.
+    """Set environment variables that are not set yet, and return them.
 
     Args:
-        high_priority: Let communication go before computation on the device, so that a reduction does not wait behind
-            the next block's kernels.
-        flight_recorder: Where each rank writes its last collectives when one hangs, in files ``rank_<rank>``; the tool
-            ``torchfrtrace`` reads them.
-        multiprocessors: How many a collective may take at most. None: as many as NCCL finds fastest.
+        high_priority: Run communication with priority on the device, so that a reduction does not wait for the next
+            block's kernels.
+        flight_recorder: Where each rank writes its last collectives if one hangs, in files ``rank_<rank>``, for the
+            tool ``torchfrtrace``.
+        multiprocessors: The maximum number that a collective may use. None: NCCL's default.
 
     Raises:
         ValueError: If ``multiprocessors`` would have no effect.
@@ -37,7 +37,7 @@ def prepare_nccl(
         flight_recorder.mkdir(parents=True, exist_ok=True)
         prefix = str(flight_recorder / "rank_")
         wanted |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-        # The names of torch 2.11 and those of before, which it still reads.
+        # The names of torch 2.11, and older ones that it still reads.
         wanted |= dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
         wanted |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix)
     for name, value in wanted.items():
@@ -67,5 +67,5 @@ def _check_effect(name: str, value: str) -> None:
 
 
 def shared_store(prefix: str) -> dist.Store:
-    """Return the store of the world, for keys that begin with ``prefix``."""
+    """Return the world's store, with ``prefix`` added to keys."""
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())

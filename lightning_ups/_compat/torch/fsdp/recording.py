@@ -1,10 +1,9 @@
-"""Giving memory and values to a module that was built on the meta device, as if it had been built in place.
+"""Initializes a module that was built on the meta device as if it had been built in place.
 
-What a constructor does to its tensors is recorded operation by operation, on the meta device, where it costs nothing,
-and done again later, on whole tensors, one after the other, in the same order and from the same state of the
-generator. So every weight is bit for bit that of a module built in place, however it is initialised, and each rank
-keeps its part of a tensor and frees the whole before the next. An earlier value that a later one overwrites only
-moves the generator on.
+Operations of a constructor on its tensors are recorded on the meta device, where they cost nothing, and replayed later,
+on one whole tensor after another, in the same order and from the same generator state. Every weight is therefore
+bitwise equal to that of a module built in place, however it is initialized, and each rank keeps its part of a tensor
+and frees the rest before the next one. A value that is overwritten later only advances the generator.
 """
 
 import sys
@@ -47,7 +46,7 @@ _EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_em
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of the recording: where it lies in which memory."""
+    """A tensor of the recording: its memory, and its place in it."""
 
     memory: int
     offset: int
@@ -58,7 +57,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Loose:
-    """A tensor that is neither parameter nor buffer: what holds it, under which key, and its place."""
+    """A tensor that is neither parameter nor buffer: its container, its key there, and its place."""
 
     holder: Any
     key: Any
@@ -70,28 +69,28 @@ class _Operation:
     function: Any
     args: Any
     kwargs: Any
-    made: list[Place]  # in memory that did not exist before
+    made: list[Place]  # in newly allocated memory
     touched: set[int]
-    overwrites: int | None = None  # the memory of which nothing that was there is left
+    overwrites: int | None = None  # the memory whose content is completely overwritten
 
 
 @dataclass
 class Recording:
-    """What was done to tensors on the meta device.
+    """The recorded operations on tensors on the meta device.
 
     Args:
-        states: The states of torch's generator on the CPU: when it began, and after each time it was seeded anew.
-        made_here: Whether the tensors themselves were made while it ran.
+        states: The states of torch's CPU generator: at the beginning, and after each new seed.
+        made_here: Whether the tensors themselves were created during the recording.
     """
 
     states: list[Tensor]
     made_here: bool
     operations: list[_Operation] = field(default_factory=list)
     constants: dict[int, Tensor] = field(default_factory=dict)
-    alive: list[Tensor] = field(default_factory=list)  # a freed memory's address would be another's
+    alive: list[Tensor] = field(default_factory=list)  # otherwise the address of freed memory could be reused
 
     def places(self, model: nn.Module) -> dict[str, Place]:
-        """Return where each parameter and buffer of ``model`` that is on the meta device lies, by all of its names."""
+        """Return the place of each parameter and buffer of ``model`` on the meta device, by all of its names."""
         tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= dict(model.named_buffers(remove_duplicate=False))
         return {name: _place(tensor) for name, tensor in tensors.items() if tensor.is_meta}
@@ -99,8 +98,8 @@ class Recording:
     def loose(self, model: nn.Module) -> dict[str, "Loose"]:
         """Return the tensors of ``model`` on the meta device that are neither parameters nor buffers.
 
-        They are attributes of modules, or lie in a dict or list that is one. Those that share memory with a parameter
-        or buffer are left out, and so is what nothing was recorded of.
+        They are attributes of modules, or in a dict or list that is one. Tensors that share memory with a parameter or
+        buffer are left out, and so are tensors without recorded operations.
         """
         named = {place.memory for place in self.places(model).values()}
         found = {
@@ -114,19 +113,19 @@ class Recording:
         return {name: loose for name, loose in found.items() if self.knows(loose.place)}
 
     def note_seed(self) -> None:
-        """Note whether the generator was seeded: nothing draws on the meta device, so a state that changed was set."""
+        """Record whether the generator was seeded: nothing draws on the meta device, so a changed state was set."""
         if not torch.equal(state := torch.get_rng_state(), self.states[-1]):
             self.operations.append(_Operation(torch.set_rng_state, len(self.states), {}, [], set()))
             self.states.append(state)
 
     def knows(self, place: Place) -> bool:
-        """Return whether anything was recorded of the memory of ``place``."""
+        """Return whether any operation was recorded on the memory of ``place``."""
         return place.memory in self.constants or any(place.memory in o.touched for o in self.operations)
 
 
 @contextmanager
 def recording(*, made_here: bool = True) -> Iterator[Recording]:
-    """Record what is done to tensors on the meta device while the context is open."""
+    """Record operations on tensors on the meta device while the context is open."""
     record = Recording([torch.get_rng_state()], made_here)
     hugging_face = InitialisingOnMeta()
     hugging_face.ensure()
@@ -138,13 +137,13 @@ def recording(*, made_here: bool = True) -> Iterator[Recording]:
 
 
 def record_resets(model: nn.Module) -> tuple[Recording, list[str]]:
-    """Record how a module that is on the meta device already would be initialised, from what its classes offer.
+    """Record how a module on the meta device would be initialized, using the methods of its classes.
 
-    That is ``reset_parameters`` of each module, children first, as constructors call it, and a Hugging Face model's own
-    initialisation.
+    These are ``reset_parameters`` of each module, children first, as constructors call it, and a Hugging Face model's
+    own initialization.
 
     Returns:
-        The recording, and the names of modules that do more in their constructor, which is over.
+        The recording, and the names of modules that do more in their constructor, which cannot be recorded any more.
     """
     unknown = [name or type(model).__name__ for name, m in model.named_modules() if _initialises_in_constructor(m)]
     writers: dict[int, int] = {}
@@ -160,7 +159,7 @@ def record_resets(model: nn.Module) -> tuple[Recording, list[str]]:
                 module.init_weights()  # type: ignore[operator]
     for name, place in record.places(model).items():
         if writers.get(place.memory, 0) > 1 and name not in unknown:
-            unknown.append(name)  # tied: whose value was kept is not known
+            unknown.append(name)  # tied: it is unknown whose value was kept
     return record, unknown
 
 
@@ -180,16 +179,16 @@ def _initialises_in_constructor(module: nn.Module) -> bool:
 def replay(
     record: Recording, places: Mapping[str, Place], store: Callable[[str, Tensor], None], *, device: torch.device
 ) -> list[str]:
-    """Do what was recorded, on ``device``, and hand each whole tensor of ``places`` to ``store`` when it is final.
+    """Replay the recording on ``device``, and pass each whole tensor of ``places`` to ``store`` when it is final.
 
     Args:
-        record: What to do.
-        places: The tensors that are wanted.
-        store: Keeps a part of a tensor.
-        device: Where the work is done; the values are those of a module built there.
+        record: The recording.
+        places: The tensors that are needed.
+        store: Stores a part of a tensor.
+        device: The device of the replay; values are those of a module built there.
 
     Returns:
-        The names of what nothing gave a value to.
+        The names of tensors without a value.
     """
     wanted: dict[int, list[str]] = {}
     for name, place in places.items():
@@ -209,24 +208,24 @@ def replay(
 
 
 class InitialisingOnMeta:
-    """Lets ``PreTrainedModel.init_weights`` do its work on any device, from ``ensure`` until ``end``.
+    """Lets ``PreTrainedModel.init_weights`` run on any device, from ``ensure`` until ``end``.
 
-    ``transformers`` may be imported at any moment, and is never imported from here.
+    ``transformers`` may be imported at any time, and is never imported here.
     """
 
     def __init__(self) -> None:
         self._undo: ExitStack | None = None
 
     def ensure(self) -> None:
-        """Begin, if ``transformers`` is there by now."""
+        """Start, if ``transformers`` is imported by now."""
         if self._undo is not None or not hasattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel"):
-            return  # not imported, or half of it
+            return  # not imported, or only in part
         self._undo = ExitStack()
         target = "transformers.modeling_utils:PreTrainedModel.init_weights"
         self._undo.enter_context(applied(target, _initializing, once=True))
 
     def end(self) -> None:
-        """Put back what was there."""
+        """Restore the original."""
         if self._undo is not None:
             self._undo.close()
             self._undo = None
@@ -242,7 +241,7 @@ def _initializing(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Above(TorchFunctionMode):
-    """Notes what dispatched operations do not show: values from Python, and initialisers that skip the meta device."""
+    """Records values from Python, and initializers that skip the meta device, which dispatch does not show."""
 
     _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 
@@ -251,7 +250,7 @@ class _Above(TorchFunctionMode):
         self._record, self._hugging_face = record, hugging_face
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._hugging_face.ensure()  # it is imported in the midst of a `configure_model`, say
+        self._hugging_face.ensure()  # it may be imported within a `configure_model`
         out = func(*args, **(kwargs or {}))
         if func in self._FROM_VALUES and isinstance(out, Tensor) and out.is_meta:
             real = func(*args, **{**(kwargs or {}), "device": "cpu"})
@@ -262,7 +261,7 @@ class _Above(TorchFunctionMode):
         return out
 
     def _note_initialiser(self, frame: FrameType | None, tensor: Tensor) -> None:
-        # Those that draw until a condition holds, or decompose, return at once where they find a tensor on meta.
+        # Initializers that draw until a condition holds, or decompose, return at once for a tensor on meta.
         while frame is not None and frame.f_code.co_filename == _DEVICE_MODE:  # `with torch.device("meta")` is a mode
             frame = frame.f_back
         if frame is None or frame.f_code.co_filename != nn.init.__file__:
@@ -303,7 +302,7 @@ class _Operations(TorchDispatchMode):
         made = [t for t in results if _memory(t) not in before]
         mutates = func._schema.is_mutable
         if not made and not mutates:
-            return  # a view: what is done to it is recorded by where it lies
+            return  # a view: operations on it are recorded by memory and place
         self._record.note_seed()
         self._record.alive += [*read, *results]
         name = func._schema.name.partition("::")[2]
@@ -353,7 +352,7 @@ class _Replay:
         made = {place.memory: place for place in operation.made}
         for tensor, place in zip(_fresh(out, args, kwargs), made.values(), strict=False):
             whole = torch.empty(self._sizes[place.memory][0], dtype=place.dtype, device=self._device)
-            _tensor(place, whole).copy_(tensor)  # by the recorded strides: a kernel's may differ
+            _tensor(place, whole).copy_(tensor)  # with the recorded strides: a kernel's may differ
             self._memory[place.memory] = whole
 
     def _real(self, value: Any) -> Any:

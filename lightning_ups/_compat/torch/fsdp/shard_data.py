@@ -1,4 +1,4 @@
-"""Writing to a shard in ways which torch takes and forgets: to its data, and by index."""
+"""Writes to a shard's data, and by index, which torch silently loses."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,20 +17,20 @@ __all__ = ["IndexReads", "shard_data_written"]
 
 
 class IndexReads:
-    """Copies that were read from shards by index, which no write to them reaches."""
+    """Copies that were read from shards by index: writes to them do not reach the shard."""
 
     def __init__(self) -> None:
-        self._read: list[tuple[Tensor, int, tuple[int, ...]]] = []  # each copy, its writes by then, and of what it is
+        self._read: list[tuple[Tensor, int, tuple[int, ...]]] = []  # copy, its version then, shape of the shard
 
     def add(self, copy: Tensor, shard: Tensor) -> None:
-        """Note that ``copy`` was read from ``shard``."""
+        """Record that ``copy`` was read from ``shard``."""
         self._read.append((copy, count_writes(copy), tuple(shard.shape)))
 
     def check(self) -> None:
         """Raise if a copy that was read since the last call was written to.
 
         Raises:
-            RuntimeError: If so.
+            RuntimeError: In that case.
         """
         lost = [shape for copy, count, shape in self._read if count_writes(copy) != count]
         self._read.clear()
@@ -47,14 +47,13 @@ _READS: ThreadStack[IndexReads] = ThreadStack()
 
 @contextmanager
 def shard_data_written() -> Iterator[IndexReads]:
-    """Let ``shard.data = values`` and ``shard[index] = values`` write to the shard, or say why not, in the context.
+    """Make ``shard.data = values`` and ``shard[index] = values`` write to the shard, or raise, in the context.
 
-    Torch sets the data of the ``DTensor`` itself, which has none: those of the tensor that it wraps stay as they were,
-    and nothing is said. And what an index asks for along a dimension that is split it gathers, and writes to the copy.
+    Torch sets the data of the ``DTensor`` itself, which has none: the wrapped tensor silently keeps its values. And
+    indexing along a sharded dimension gathers, so that a write only changes the copy.
 
     Yields:
-        What this thread reads by index, whose check says where that is done without an assignment, as by
-        ``shard[0].zero_()``.
+        What this thread reads by index; its ``check`` raises if such a copy was written to, as by ``shard[0].zero_()``.
     """
     own = {"data": property(_get, _set), "__getitem__": _get_item, "__setitem__": _set_item}
     reads = IndexReads()
@@ -81,25 +80,25 @@ def _set(shard: DTensor, values: Tensor) -> None:
             " Compute the values from the parameter itself, in its type, or split them:"
             " torch.distributed.tensor.distribute_tensor(values, parameter.device_mesh, parameter.placements)."
         )
-    # In place: FSDP2 gathers from memory that the part is a view of. And as a change that autograd does not count.
+    # In place: FSDP2 gathers from memory that the part is a view of. And as a change that autograd does not record.
     shard._local_tensor.data.copy_(values._local_tensor)
 
 
 def _get_item(shard: DTensor, index: Any) -> Tensor:
     item = torch.Tensor.__getitem__(shard, index)
-    differentiated = torch.is_grad_enabled() and item.requires_grad  # which torch lets nobody write to
+    differentiated = torch.is_grad_enabled() and item.requires_grad  # torch does not allow writes to it
     if _has_no_values(shard) or differentiated or not (shard.is_leaf and _is_split(shard)):
         return item
     part = item._local_tensor if isinstance(item, DTensor) else item
     if part.untyped_storage().data_ptr() != shard._local_tensor.untyped_storage().data_ptr():
-        item = _get(item)  # an alias: torch takes a copy for a view, whose writes it counts with those of the shard
+        item = _get(item)  # an alias: torch treats a copy like a view, whose version counter is that of the shard
         if (reads := _READS.innermost) is not None:
             reads.add(item, shard)
     return item
 
 
 def _has_no_values(shard: DTensor) -> bool:
-    """Return whether a graph is made; Dynamo of torch 2.11 looks at what an operator returns and does not say so."""
+    """Return whether a graph is being traced; Dynamo of torch 2.11 runs operators on fake tensors without saying so."""
     return torch.compiler.is_compiling() or is_fake(shard._local_tensor)
 
 

@@ -1,7 +1,7 @@
-"""Private names of FSDP2, for what its public functions cannot say.
+"""Private names of FSDP2 that its public functions do not cover.
 
 FSDP2 keeps a *state* for each sharded module and, in it, *groups* of parameters that are gathered and reduced together.
-Torch 2.11 to 2.13 differ here in details only; a feature is looked for, never a version.
+Torch 2.11 to 2.13 differ here in details only; check for a feature, not for a version.
 """
 
 import sys
@@ -52,15 +52,15 @@ __all__ = [
 
 
 def sharding_policy(module: FSDPModule) -> MixedPrecisionPolicy:
-    """Return the policy that ``module`` was given to ``fully_shard`` with."""
+    """Return the policy with which ``module`` was sharded."""
     return module._get_fsdp_state()._mp_policy
 
 
 @contextmanager
 def gathered_with(outer: nn.Module, inner: FSDPModule) -> Iterator[None]:
-    """Let ``inner``, a module in ``outer``, be gathered and freed when ``outer`` is called, while the context is open.
+    """Let ``inner``, a submodule of ``outer``, be gathered and freed with ``outer``, while the context is open.
 
-    Code within ``outer`` that is compiled would be cut where the hooks of ``inner`` are.
+    If ``outer`` is compiled, the hooks of ``inner`` would break its graph.
     """
     state = inner._get_fsdp_state()
     _call_state_with(outer, state)
@@ -80,9 +80,9 @@ def _call_state_with(module: nn.Module, state: Any) -> None:
 
 
 def cast_when_recomputed(module: FSDPModule) -> None:
-    """Let ``module`` cast what enters and leaves it also where a checkpoint of the user's runs it once more.
+    """Let ``module`` also cast inputs and outputs when a user's checkpoint recomputes it.
 
-    Torch does so by itself since 2.13; before, float32 inputs met gathered weights of another type there.
+    Torch does so since 2.13; before, float32 inputs met gathered weights of another dtype there.
     """
     state = module._get_fsdp_state()
     if hasattr(state, "_cast_forward_inputs"):
@@ -91,7 +91,7 @@ def cast_when_recomputed(module: FSDPModule) -> None:
 
     def again(dtype: torch.dtype, tree: Any) -> Any:
         if state._training_state != TrainingState.PRE_BACKWARD:
-            return None  # as it is
+            return None  # unchanged
         return _apply_to_tensors(partial(_cast_fp_tensor, dtype), tree)
 
     if policy.cast_forward_inputs and (inside := policy.param_dtype) is not None:
@@ -102,7 +102,7 @@ def cast_when_recomputed(module: FSDPModule) -> None:
 
 
 def initialise(root: FSDPModule) -> None:
-    """Make ``root`` the root of all sharded modules inside it, which otherwise the first to run becomes."""
+    """Make ``root`` the root of all sharded modules inside it; by default the first to run becomes the root."""
     root._get_fsdp_state()._lazy_init()
     states = _states(root)
     context: Any = root._get_fsdp_state()._state_ctx
@@ -119,9 +119,9 @@ def initialise(root: FSDPModule) -> None:
 
 
 def _gather_unseen(state: Any) -> None:
-    """Keep what gathers and frees inside of a selective checkpoint out of what it counts.
+    """Hide gathering and freeing from selective checkpoints, which count operators.
 
-    The second run of a block gathers what it finds freed, which need not be what the first found.
+    The second run of a block gathers what was freed, which may differ from the first run.
     """
     (module,) = state._modules
     for hooks, handle, hook in (
@@ -142,7 +142,7 @@ def _type_of_frozen(group: Any) -> None:
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a hook out of what is compiled, as FSDP2's own are; without Dynamo there is nothing to keep it from."""
+    """Keep a hook out of compiled code, as FSDP2's own are; without Dynamo there is nothing to do."""
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
@@ -156,7 +156,8 @@ def _reduce_rightly(group: Any, context: Any) -> None:
         if group.fsdp_params and not hasattr(group.fsdp_params[0], "_unsharded_param"):
             return  # has never run, and torch expects that each group runs before the first backward ends
         none_yet = _fill_up(group, reached)
-        # Torch leaves in the type of the forward what only the last microbatch reached, and then reduces none of them.
+        # Torch leaves gradients that only the last microbatch reached in the dtype of the forward, and then reduces
+        # none.
         left = [held for held in group.fsdp_params if held.unsharded_accumulated_grad is None]
         if len(left) < len(group.fsdp_params):
             for held in left:
@@ -171,14 +172,14 @@ def _reduce_rightly(group: Any, context: Any) -> None:
 
 
 def _keep_whole(group: Any) -> None:
-    """Let ``group`` keep what it has gathered, and the gradients that a backward left there, until that ends."""
+    """Let ``group`` keep its gathered parameters, and the gradients of a backward, until that ends."""
     before = group.reduce_grads, group.reshard_after_backward
     group.reduce_grads, group.reshard_after_backward = False, False
     try:
         type(group).post_backward(group)
     finally:
         group.reduce_grads, group.reshard_after_backward = before
-    group._training_state = TrainingState.IDLE  # in which the end of a backward finds what it has to reduce
+    group._training_state = TrainingState.IDLE  # the state in which the end of a backward finds what to reduce
 
 
 def _has_gradient(held: Any) -> bool:
@@ -189,7 +190,7 @@ def _has_gradient(held: Any) -> bool:
 
 @contextmanager
 def noting_reductions(root: FSDPModule, note: Callable[[list[str]], None]) -> Iterator[None]:
-    """Call ``note`` with the names of what each group is about to reduce, while the context is open."""
+    """Call ``note`` with the names of the parameters that each group is about to reduce, while the context is open."""
     context: Any = root._get_fsdp_state()._state_ctx
     context.note_reduced = note
     try:
@@ -200,14 +201,14 @@ def noting_reductions(root: FSDPModule, note: Callable[[list[str]], None]) -> It
 
 @contextmanager
 def reducing_last(root: FSDPModule, on_any: Callable[[list[bool]], list[bool]]) -> Iterator[None]:
-    """Reduce what has a gradient on any rank when a backward has ended, in one order, while the context is open.
+    """Reduce parameters with a gradient on any rank at the end of a backward, in one order, while the context is open.
 
-    A rank that lacks one of these gradients counts it as zero. Until then gradients, and what was gathered, are whole.
+    A rank without such a gradient counts as zero. Until then gradients and gathered parameters stay unsharded.
 
     Args:
         root: The outermost sharded module.
-        on_any: Is given, in each backward, which parameters have a gradient here, and returns which have one on any
-            rank; all ranks call it at once.
+        on_any: Called in each backward with whether each parameter has a gradient here; returns whether any rank has
+            one. A collective.
     """
     context: Any = root._get_fsdp_state()._state_ctx
     context.on_any, context.puts_off = on_any, True
@@ -218,7 +219,7 @@ def reducing_last(root: FSDPModule, on_any: Callable[[list[bool]], list[bool]]) 
 
 
 def gather_all(root: FSDPModule) -> None:
-    """Gather, in one order on all ranks, what a backward may ask for: ranks may reach it in different orders."""
+    """Gather everything that a backward may need, in one order: ranks may reach parameters in different orders."""
     for state in _states(root):
         for group in _groups(state):
             group.unshard()
@@ -249,12 +250,12 @@ def _zeros(held: Any) -> Tensor:
 
 
 def _fill_up(group: Any, reached: set[Any]) -> list[Any]:
-    """Let what torch sums before it is reduced over copies be of all parameters of ``group`` in each microbatch.
+    """Let the sum over replicas cover all parameters of ``group`` in each microbatch.
 
-    It is one flat tensor, of those that have gradients: those of other parameters would be added to it, or none come.
+    Torch sums one flat tensor of those with gradients: a different set of parameters would be added to it, or none.
 
     Returns:
-        The parameters that no microbatch has ``reached``, if this is the last: they shall have no gradient.
+        The parameters that no microbatch has ``reached``, if this is the last one: they get no gradient.
     """
     waiting = group._partial_reduce_output is not None
     if not waiting:
@@ -273,13 +274,13 @@ def _fill_up(group: Any, reached: set[Any]) -> list[Any]:
 
 
 def carry_over(root: FSDPModule, originals: Mapping[Tensor, nn.Parameter]) -> None:
-    """Give sharded parameters what the user hung on those that they replace: attributes, and hooks for gradients.
+    """Move the attributes and gradient hooks of parameters to the shards that replace them.
 
-    A hook sees the gradient whole and before it is reduced, as it does under DDP.
+    A hook sees the gradient unsharded and before it is reduced, as under DDP.
 
     Args:
         root: The outermost sharded module.
-        originals: By shard, what it was made of.
+        originals: The original parameter of each shard.
     """
     for held in _before_first_forward(root):
         if (original := originals.get(held.sharded_param)) is not None:
@@ -292,9 +293,9 @@ def carry_over(root: FSDPModule, originals: Mapping[Tensor, nn.Parameter]) -> No
 
 
 def gather_in(root: FSDPModule, shards: Container[Tensor], *, dtype: torch.dtype) -> None:
-    """Gather ``shards`` in ``dtype``, and add up their gradients in their own type, where they are used several times.
+    """Gather ``shards`` in ``dtype``; if they are used several times, accumulate gradients in their own dtype.
 
-    All of a group are gathered by one collective all the same: FSDP2 gathers bytes where types differ.
+    A group is still gathered by one collective: FSDP2 gathers bytes if dtypes differ.
     """
     for held in _before_first_forward(root):
         if held.sharded_param in shards:
@@ -303,13 +304,13 @@ def gather_in(root: FSDPModule, shards: Container[Tensor], *, dtype: torch.dtype
 
 
 def gathered_type(module: FSDPModule) -> dict[Tensor, torch.dtype]:
-    """Return the type in which each shard that ``module`` itself gathers is gathered, once it has run."""
+    """Return the dtype in which each of the module's own shards is gathered, once it has run."""
     held_here = (held for group in _groups(module._get_fsdp_state()) for held in group.fsdp_params)
     return {held.sharded_param: held.param_dtype or held.orig_dtype for held in held_here}
 
 
 def _before_first_forward(root: FSDPModule) -> Iterator[Any]:
-    """Yield the handle of every sharded parameter, also if ``root`` was not initialised yet."""
+    """Yield the handle of every sharded parameter, even if ``root`` is not initialized yet."""
     states = [m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
     return (held for state in states for group in _groups(state) for held in group.fsdp_params)
 
@@ -340,7 +341,7 @@ def _gather_with_hooks(held: Any, gather: Callable[[], None]) -> None:
 def _hang_hooks(held: Any, hooks: Sequence[Callable[[Tensor], Any]]) -> None:
     gathered = held._unsharded_param
     if not gathered.requires_grad:
-        return  # frozen, perhaps for now
+        return  # frozen, possibly temporarily
     there = gradient_hooks(gathered)
     if not any(hook is other for hook in hooks for other in there):
         for hook in hooks:
@@ -348,7 +349,7 @@ def _hang_hooks(held: Any, hooks: Sequence[Callable[[Tensor], Any]]) -> None:
 
 
 def follow_requires_grad(root: FSDPModule) -> None:
-    """Let what is gathered now require gradients as its shards do, which torch sees to at the next gather only."""
+    """Let gathered parameters require gradients as their shards do; torch updates that only at the next gather."""
     for _, shard, gathered, _, held in held_parameters(root):
         if gathered is not None:
             gathered.requires_grad_(shard.requires_grad)
@@ -357,38 +358,38 @@ def follow_requires_grad(root: FSDPModule) -> None:
 
 
 def begin_forward(root: FSDPModule) -> None:
-    """Gather what ``root`` itself holds, as a call of it would."""
-    # One argument that is no tensor: torch 2.11 cannot move an empty tuple to a GPU.
+    """Gather the parameters of ``root`` itself, as a call of it would."""
+    # One argument that is not a tensor: torch 2.11 cannot move an empty tuple to a GPU.
     root._get_fsdp_state()._pre_forward(cast("nn.Module", root), (0,), {})
 
 
 def end_forward(root: FSDPModule) -> None:
-    """End what ``begin_forward`` began."""
+    """End the forward of ``begin_forward``."""
     root._get_fsdp_state()._post_forward(cast("nn.Module", root), (), None)
 
 
 def expect_backward(root: FSDPModule, loss: Tensor) -> None:
-    """Let a backward from ``loss`` reduce what ``root`` holds, and whatever else the graph did not announce."""
+    """Prepare the backward from ``loss`` to reduce the group of ``root``, and other groups without an announcement."""
     if loss.requires_grad:
-        # Not by `_post_forward`: it would warn of every loss that is a view.
+        # Not with `_post_forward`, which would warn about every loss that is a view.
         loss.register_hook(root._get_fsdp_state()._pre_backward)
 
 
 def settle(root: FSDPModule, *, discard: bool = False) -> None:
-    """Bring every group back to shards, without a collective, as after a backward.
+    """Reshard every group, without a collective, as after a backward.
 
-    A forward without backward leaves the roots whole, and after an exception within a forward a group believes that
-    it still runs, and ``reshard()`` does nothing.
+    A forward without a backward leaves the roots unsharded. After an exception within a forward, a group is still in
+    its forward state, and ``reshard()`` does nothing.
 
     Args:
         root: The outermost sharded module.
-        discard: Drop gradients that wait for their reduction, those of an iteration that failed.
+        discard: Drop gradients that wait for their reduction, from a failed iteration.
     """
     context: Any = root._get_fsdp_state()._state_ctx
-    if hasattr(context, "stop_keeping"):  # from the initialisation on
+    if hasattr(context, "stop_keeping"):  # from the initialization on
         context.stop_keeping()
     communication = root._get_fsdp_state()._comm_ctx
-    if hasattr(communication, "all_gather_stream"):  # made by the lazy initialisation
+    if hasattr(communication, "all_gather_stream"):  # created by the lazy initialization
         _wait_for_collectives(communication)
     communication.post_forward_order.clear()
     for state in _states(root):
@@ -449,7 +450,7 @@ def unreduced(root: FSDPModule) -> list[str]:
 
 
 def replaced(root: FSDPModule) -> list[str]:
-    """Return the names of sharded parameters in whose place their modules hold something else by now."""
+    """Return the names of sharded parameters that their modules have replaced by something else."""
     return [
         _name(held)
         for _, held in _handles(root)
@@ -459,7 +460,7 @@ def replaced(root: FSDPModule) -> list[str]:
 
 
 def _handles(root: FSDPModule) -> Iterator[tuple[Any, Any]]:
-    """Yield (group, handle) for every parameter that is sharded."""
+    """Yield (group, handle) for every sharded parameter."""
     return ((group, held) for state in _states(root) for group in _groups(state) for held in group.fsdp_params)
 
 
@@ -468,7 +469,7 @@ def _name(held: Any) -> str:
 
 
 def held_parameters(root: FSDPModule) -> Iterator[tuple[nn.Module, Tensor, Tensor | None, str, Any]]:
-    """Yield (module that gathers it, shard, gathered or None, name, handle) for every parameter that is sharded."""
+    """Yield (gathering module, shard, gathered or None, name, handle) for every sharded parameter."""
     for state in _states(root):
         for group in _groups(state):
             for held in group.fsdp_params:
@@ -477,12 +478,12 @@ def held_parameters(root: FSDPModule) -> Iterator[tuple[nn.Module, Tensor, Tenso
 
 
 def written_to(module: FSDPModule) -> Iterator[tuple[Any, Tensor]]:
-    """Yield (handle, whether it differs from its shard here) for each parameter that ``module`` has gathered now."""
+    """Yield (handle, whether it differs from its shard here) for each parameter that ``module`` has gathered."""
     with outside_function_modes(), torch.no_grad():
         for group in _groups(module._get_fsdp_state()):
             for held in group.fsdp_params:
                 shard = held._sharded_local_tensor
-                of_its_own = hasattr(shard, "fsdp_pre_all_gather")  # what it gathers is not what it keeps
+                of_its_own = hasattr(shard, "fsdp_pre_all_gather")  # it gathers something else than it stores
                 if held.sharded_state.name == "UNSHARDED" and shard.numel() and not of_its_own:
                     yield held, _differs(held, shard)
 
@@ -499,18 +500,18 @@ def _differs(held: Any, shard: Tensor) -> Tensor:
 
 
 def gather_with_root(root: FSDPModule, handle: Any, *, uncast: bool = False) -> Tensor:
-    """Let ``root``, which is whole now, gather a parameter from now on in the place of its own module.
+    """Let ``root``, which is unsharded now, gather a parameter from now on instead of its own module.
 
-    Neither the sharded Parameter nor the gathered one changes, so that an optimizer and a graph that hold them stay
-    right. Every rank must call it for the same parameters in the same order.
+    Neither the sharded Parameter nor the gathered one is replaced, so optimizers and graphs that hold them stay valid.
+    Every rank must call it for the same parameters in the same order.
 
     Args:
         root: The outermost sharded module.
-        handle: Of the parameter.
-        uncast: Gather it in its own type where `gather_in` chose another, unless it has been gathered before.
+        handle: The handle of the parameter.
+        uncast: Gather it in its own dtype even if `gather_in` chose another, unless it was gathered before.
 
     Returns:
-        The parameter, gathered.
+        The gathered parameter.
     """
     state, group = next(
         (state, group)
@@ -528,7 +529,7 @@ def gather_with_root(root: FSDPModule, handle: Any, *, uncast: bool = False) -> 
     group.fsdp_params.remove(handle)
     if not group.fsdp_params:
         _groups(state).remove(group)
-        group.unshard_in_backward = False  # it may have run already, and backward gathers ahead what has
+        group.unshard_in_backward = False  # it may have run already, and backward prefetches what has
     if group.is_unsharded is False:
         alone = _empty_group(root, like=group)
         if group.is_sharded_post_forward:
@@ -544,7 +545,7 @@ def gather_with_root(root: FSDPModule, handle: Any, *, uncast: bool = False) -> 
 
 
 def _group_of_root(root: FSDPModule, *, like: Any, handle: Any) -> Any:
-    """Return a group of ``root`` that gathers and reduces ``handle`` in the types of ``like``, a new one if need be."""
+    """Return a group of ``root`` that gathers and reduces ``handle`` in the dtypes of ``like``, possibly a new one."""
     groups, dtype = _groups(root._get_fsdp_state()), handle.sharded_param.dtype
     alike = [group for group in groups if _types_of(group.mp_policy) == _types_of(like.mp_policy)]
     for group in alike:
@@ -582,7 +583,7 @@ def _empty_group(root: FSDPModule, *, like: Any) -> Any:
         params=[],
         modules=(root,),
         mesh_info=like.mesh_info,
-        post_forward_mesh_info=None,  # a root stays whole from forward to backward
+        post_forward_mesh_info=None,  # a root stays unsharded from forward to backward
         device=like.device,
         shard_placement_fn=None,
         mp_policy=like.mp_policy,
@@ -591,13 +592,13 @@ def _empty_group(root: FSDPModule, *, like: Any) -> Any:
     group.comm_ctx = like.comm_ctx
     group.reduce_grads, group.all_reduce_grads = like.reduce_grads, like.all_reduce_grads
     group.reshard_after_backward = like.reshard_after_backward
-    group._reset_sharded_params = True  # it was done where the parameters come from
+    group._reset_sharded_params = True  # already done in the group that the parameters come from
     _reduce_rightly(group, root._get_fsdp_state()._state_ctx)
     return group
 
 
 def rehome(root: FSDPModule, temporary: Iterable[str]) -> None:
-    """Forget the names under which ``root`` held parameters only so that ``fully_shard`` would take them."""
+    """Remove the names under which ``root`` held parameters only so that ``fully_shard`` would accept them."""
     names = set(temporary)
     for group in _groups(root._get_fsdp_state()):
         for held in group.fsdp_params:
@@ -609,13 +610,13 @@ def rehome(root: FSDPModule, temporary: Iterable[str]) -> None:
 
 
 def move_own_tensors(module: nn.Module, device: torch.device) -> None:
-    """Move what ``module`` holds itself, and not what its children hold, to ``device``."""
+    """Move the tensors of ``module`` itself, not those of its children, to ``device``."""
     if any(t is not None and t.device != device and not t.is_meta for t in _own(module)):
         module._apply(lambda t: t if t.is_meta else t.to(device), recurse=False)
 
 
 def allocate(root: nn.Module, *, shards_on: torch.device, rest_on: torch.device) -> None:
-    """Give memory to every tensor in ``root`` that is on the meta device; what it holds is undefined."""
+    """Allocate every tensor in ``root`` that is on the meta device; its content is undefined."""
 
     def real(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
@@ -629,7 +630,7 @@ def allocate(root: nn.Module, *, shards_on: torch.device, rest_on: torch.device)
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...], into: str) -> DeviceMesh:
-    """Return the dimensions ``names`` of ``mesh`` as one, which ``mesh[into]`` is from then on."""
+    """Return the dimensions ``names`` of ``mesh`` as one, also available as ``mesh[into]``."""
     return mesh[names]._flatten(into)
 
 
@@ -649,7 +650,7 @@ def _groups(state: Any) -> Any:
 
 
 class _OnlyGroup:
-    """The groups of a state as a list, where torch has at most one."""
+    """Presents the groups of a state as a list, if torch has at most one."""
 
     def __init__(self, state: Any) -> None:
         self._state = state

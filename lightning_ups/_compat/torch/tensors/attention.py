@@ -1,4 +1,4 @@
-"""Torch's attention below `scaled_dot_product_attention`, and the packages that bring more, by meaningful names."""
+"""Internals of torch's `scaled_dot_product_attention`, and packages with more attention kernels."""
 # ruff: noqa: N803 (shape suffixes are capitals)
 
 import os
@@ -47,11 +47,11 @@ def torch_choice(
     return SDPBackend(torch._fused_sdp_choice(q, k, v, None, dropout, is_causal, scale=scale, enable_gqa=grouped))
 
 
-@cache  # kernels ask at each call, and to look up what is installed takes about half a millisecond
+@cache  # kernels ask at each call; looking up what is installed takes about half a millisecond
 def load_fa4(*, feature: str) -> ModuleType:
     """Return ``flash_attn.cute.interface``; importing it takes seconds.
 
-    Where it compiles a kernel it warns of an argument that it passes itself: that is not shown once it is loaded.
+    While it compiles a kernel, it warns about an argument that it passes itself; the warning is hidden.
     """
     interface = require("flash_attn.cute.interface", requirement=_FA4, extra="flash", feature=feature)
     warnings.filterwarnings("ignore", message=_COMPILING, category=UserWarning)
@@ -64,7 +64,7 @@ def load_fa3(*, feature: str) -> Any:
 
     Raises:
         ModuleNotFoundError: If it is not installed.
-        ImportError: If it is another version than torch's own interface to it knows.
+        ImportError: If its version differs from the one that torch's own interface supports.
     """
     if find_spec("flash_attn_interface") is None:
         raise ModuleNotFoundError(
@@ -84,7 +84,7 @@ def load_fa3(*, feature: str) -> Any:
 
 
 def missing_package(backend: str) -> str | None:
-    """Return why the package behind ``backend`` cannot be had, or None; an installed one is loaded to know."""
+    """Return why the package of ``backend`` is not available, or None; an installed one is loaded to find out."""
     if backend == "fa4":
         return _broken_fa4() if RequirementCache(_FA4) else f"{_FA4} is not installed"
     if backend == "fa3":
@@ -118,9 +118,9 @@ def torch_refuses(
     causal: bool,
     trains: bool,
 ) -> str | None:
-    """Ask torch whether its CUDA kernel takes such tensors; return its reasons, or None if it does.
+    """Return torch's reasons why its CUDA kernel does not support such tensors, or None if it does.
 
-    Torch's limits (the width of a head above all) change with its version, cuDNN's and the device.
+    Torch's limits (above all of the head dimension) depend on its version, cuDNN's and the device.
     """
 
     def sample(num_heads: int, dim: int) -> Tensor:
@@ -143,13 +143,13 @@ def torch_refuses(
     return "; ".join(reasons) or "torch gives no reason"
 
 
-# Outside of operators torch has no way to Python's warnings, and logs its own.
+# Outside of operators, torch logs its warnings instead of using Python's.
 _LOGGED = re.compile(r"Warning: (?P<text>.+?)(?: \(function \w+\))?$", re.MULTILINE)
 
 
 @contextmanager
 def _written_to_stderr() -> Iterator[list[str]]:
-    """Hold back what is written to the process's standard error meanwhile; the list has it afterwards."""
+    """Capture what is written to the process's standard error; the list has it afterwards."""
     found = [""]
     sys.stderr.flush()
     stderr = os.dup(2)
@@ -175,7 +175,7 @@ def flash2_packed(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Run torch's FlashAttention-2 with a window or documents, which its public function does not offer."""
+    """Run torch's FlashAttention-2 with a window or documents, which its public function does not support."""
     left = -1 if window is None else window - 1
     right = 0 if causal else left
     tensors = (q_BSHD, k_BSKD, v_BSKD)
@@ -207,7 +207,7 @@ _FORWARD = (
 
 
 def attention_operators(part: Literal["forward", "backward"]) -> list[Any]:
-    """Return the operators, tensors [batch, heads, seq, dim], that `scaled_dot_product_attention` ends in."""
+    """Return the operators that `scaled_dot_product_attention` dispatches to, for [batch, heads, seq, dim]."""
     names = _FORWARD if part == "forward" else tuple(f"{name}_backward" for name in _FORWARD)
     packets = (getattr(torch.ops.aten, name, None) for name in names)
     return [packet for packet in packets if packet is not None]

@@ -1,4 +1,4 @@
-"""What autograd, checkpointing and the compiler's partitioner keep for backward, by torch's private names."""
+"""Private names of autograd, checkpointing and the compiler's partitioner, for tensors saved for backward."""
 
 import inspect
 import math
@@ -59,9 +59,9 @@ _BUDGET = SharedSettings(config, "activation_memory_budget")
 
 @contextmanager
 def changing_function_inputs(change: Callable[[Any], Any]) -> Iterator[None]:
-    """Apply custom autograd functions to what ``change`` makes of their inputs, while the context is open.
+    """Apply custom autograd functions to ``change(inputs)`` while the context is open.
 
-    Functions of torch.distributed, such as those of a DTensor's methods, keep their inputs.
+    Functions of torch.distributed, such as those of a DTensor's methods, are not affected.
     """
 
     def changing(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,45 +79,45 @@ def changing_function_inputs(change: Callable[[Any], Any]) -> Iterator[None]:
 
 @cache
 def checkpoint_options() -> dict[str, Any]:
-    """Return what `torch.utils.checkpoint.checkpoint` is called with in all versions, if they differ.
+    """Return arguments of `torch.utils.checkpoint.checkpoint` that make all versions behave alike.
 
-    What a selective checkpoint saves is not given to hooks on saved tensors, as in torch before 2.14.
+    A selective checkpoint does not pass its saved tensors to saved-tensor hooks, as in torch before 2.14.
     """
     name = "respect_saved_tensors_hooks"
     return {name: False} if name in inspect.signature(checkpoint).parameters else {}
 
 
 def in_backward() -> bool:
-    """Return whether autograd calls: a forward that runs now is one of what is recomputed."""
+    """Return whether autograd is running: a forward is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def in_torch_func() -> bool:
-    """Return whether what runs now is computed through by `torch.func`, such as ``vmap``, ``grad`` or ``jvp``."""
+    """Return whether a transform of `torch.func`, such as ``vmap``, ``grad`` or ``jvp``, is active."""
     return torch._C._are_functorch_transforms_active()
 
 
 def differentiated_by_torch_func() -> bool:
-    """Return whether what runs now is computed through by one of `torch.func` that differentiates: all but ``vmap``."""
+    """Return whether a transform of `torch.func` that differentiates, any but ``vmap``, is active."""
     return in_torch_func() and any(level.key() != TransformType.Vmap for level in retrieve_all_functorch_interpreters())
 
 
 def keeps_graph() -> bool:
-    """Return whether the backward that runs now leaves its graph for another one, by ``retain_graph``."""
+    """Return whether the running backward keeps its graph (``retain_graph``)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
 
 
 @contextmanager
 def activation_memory_budget(budget: float) -> Iterator[None]:
-    """Split graphs, while the context is open, so that they keep this share of what they would keep by default.
+    """Set the share of activations that graphs keep, relative to the default, while the context is open.
 
     Contexts may be closed in any order.
 
     Raises:
-        RuntimeError: If one with another share is open.
+        RuntimeError: If another share is set.
     """
-    # The least bit more, so that no cache of graphs gives what torch has split by itself: with random numbers that
-    # backward draws anew, where `random_numbers_kept` keeps them.
+    # A tiny bit more, so that no cache returns graphs that torch has split itself: their backward draws new random
+    # numbers, while `random_numbers_kept` keeps them.
     values = (math.nextafter(budget, 1.0),)
     if (others := _BUDGET.values) is not None and others != values:
         raise RuntimeError(
@@ -131,9 +131,9 @@ def activation_memory_budget(budget: float) -> Iterator[None]:
 
 @contextmanager
 def saves_seen_by(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call ``see`` with each tensor that autograd saves, and leave it to the hooks that are in force already.
+    """Call ``see`` with each tensor that autograd saves, and pass it on to existing hooks.
 
-    Of the hooks on saved tensors only the innermost is called, so that a second pair would take a checkpoint's place.
+    Only the innermost saved-tensor hooks are called, so a second pair would replace those of a checkpoint.
     """
     get_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
     hooks = get_hooks(False)  # noqa: FBT003  (a function of C, without keywords)
@@ -149,22 +149,22 @@ def saves_seen_by(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 def saves_with_hooks() -> bool:
-    """Return whether hooks are in force for what autograd saves, as in a checkpoint."""
+    """Return whether saved-tensor hooks are active, as in a checkpoint."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]  # noqa: FBT003
 
 
 @contextmanager
 def operators_seen_by(see: Callable[[Any, Any], None], *, writes: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call ``see`` with each operator that runs and its result, and ``writes`` with each tensor it writes to in place.
+    """Call ``see`` with each operator and its result, and ``writes`` with each tensor written in place.
 
-    Versions do not count each write.
+    Version counters do not record every write.
     """
     with _Operators(see, writes):
         yield
 
 
 class _Operators(TorchDispatchMode):
-    supports_higher_order_operators = True  # which have no schema, and are passed on; without it they are refused
+    supports_higher_order_operators = True  # they have no schema, and are passed on; otherwise they raise
 
     def __init__(self, see: Callable[[Any, Any], None], writes: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
@@ -190,15 +190,15 @@ class _Operators(TorchDispatchMode):
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return whether there is something in ``tensor``, as there is not on the meta device or in a simulation."""
+    """Return whether ``tensor`` has values, unlike tensors on the meta device or in a dry run."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 @contextmanager
 def saved_at_any_version(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let backward read ``tensors``, where autograd saves them, although they are written to in place meanwhile."""
+    """Let backward read saved ``tensors`` even if they were written to in place since."""
     if saves_with_hooks():
-        yield  # no version is looked at where there are hooks
+        yield  # with hooks, versions are not checked
         return
     memory = {tensor.data_ptr() for tensor in tensors}
 
@@ -221,33 +221,33 @@ def saved_at_any_version(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _mark_as_internal(pack: Any, outer: Any) -> None:
-    """Let a selective checkpoint inside see the hooks ``outer`` instead of ``pack``, as it does for torch's own hooks.
+    """Make ``pack`` look like ``outer`` to a selective checkpoint inside, which accepts torch's own hooks.
 
-    Since torch 2.14 it warns where hooks of the user's are in force, and will call them for what it saves.
+    Since torch 2.14 it warns about user hooks, and will call them for what it saves.
     """
     pack._checkpoint_internal, pack._user_hooks = True, outer
 
 
 def hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` and all that it calls as Dynamo leaves it, even between two graphs of one function.
+    """Return ``function`` such that Dynamo skips it and all that it calls, even between two graphs of one function.
 
-    Unlike ``torch.compiler.disable`` it imports Dynamo when it is called first, and not before.
+    Unlike ``torch.compiler.disable``, it imports Dynamo at the first call, not before.
     """
     return cast(Callable[..., Any], torch._disable_dynamo(function))
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Return a context in which operations on ``device`` run in the types that they are given."""
-    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)  # meta knows no autocast
+    """Return a context in which operations on ``device`` run in the dtypes of their inputs."""
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)  # meta has no autocast
 
 
 def outside_modes() -> AbstractContextManager[Any]:
-    """Return a context in which no mode of dispatch, such as that of a selective checkpoint, sees what is run."""
+    """Return a context that hides operations from dispatch modes, such as that of a selective checkpoint."""
     return _disable_current_modes()
 
 
 def unseen_by_selection(function: Callable[P, T]) -> Callable[P, T]:
-    """Return ``function`` hidden from selective checkpoints, and from no other mode of dispatch."""
+    """Return ``function`` hidden from selective checkpoints, but not from other dispatch modes."""
 
     @wraps(function)
     def hidden(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -277,14 +277,14 @@ def _without_selection() -> Iterator[None]:
 
 
 def storages(tensor: torch.Tensor) -> Iterator[tuple[StorageWeakRef, int]]:
-    """Yield the memory behind ``tensor`` and its bytes; a DTensor's and the like are those of what they wrap.
+    """Yield the storages of ``tensor`` with their bytes; for wrapper subclasses, those of the inner tensors.
 
-    The keys are weak, and no two are equal as long as they are held, even if the memory is used anew.
+    The keys are weak references, which are unequal while they are held, even if the memory is reused.
     """
     if is_traceable_wrapper_subclass(tensor):
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for part in parts:
-            if isinstance(part, torch.Tensor):  # a DTensor names its mesh as well
+            if isinstance(part, torch.Tensor):  # a DTensor also lists its mesh
                 yield from storages(part)
     else:
         for part in dense_parts(tensor):
@@ -293,7 +293,7 @@ def storages(tensor: torch.Tensor) -> Iterator[tuple[StorageWeakRef, int]]:
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that have memory behind ``tensor``: indices and values if it is sparse, itself if not."""
+    """Return the dense tensors in ``tensor``: indices and values if it is sparse, otherwise itself."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -308,5 +308,5 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def outside_function_modes() -> AbstractContextManager[None]:
-    """Return a context in which no such mode sees what is called; DTensors and their like compute as before."""
+    """Return a context that hides calls from function modes; DTensors and other subclasses work as before."""
     return torch._C.DisableTorchFunction()

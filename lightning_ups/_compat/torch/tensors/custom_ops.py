@@ -1,8 +1,8 @@
-"""Operators of ours: `torch.library.custom_op` with less Python at each call.
+"""Custom operators, like `torch.library.custom_op` with less Python overhead per call.
 
-Where there is little to compute the host decides how fast a model trains, and a good part of what an operator of
-`custom_op` takes there is its generality: defaults, arguments by name, outputs that may alias inputs. What is defined
-here has none of that: tensors and constants come by position, always all of them, and outputs are new tensors.
+If a model computes little, the host limits its speed, and much of the cost of a `custom_op` call is its generality:
+defaults, keyword arguments, outputs that may alias inputs. Operators defined here have none of that: all tensors and
+constants are positional and required, and outputs are new tensors.
 """
 
 from collections.abc import Callable
@@ -29,22 +29,22 @@ def define_operator(
     differentiate: Callable[..., tuple[Any, ...]] | None = None,
     instead: str = "compute this part by torch's own operators",
 ) -> OpOverload:
-    """Make ``function`` an operator of torch, ``lightning_ups::NAME``, and return that.
+    """Register ``function`` as the operator ``lightning_ups::NAME``, and return the operator.
 
     Args:
-        function: What computes it, on every device. All its arguments are positional, annotated and without defaults,
-            and what it returns are new tensors.
-        name: What torch calls it.
-        fake: Returns what ``function`` does, empty, for tensors without values.
-        keep: Called with a context, the inputs and the output, to keep what the gradient needs.
-        differentiate: Called with that context and the gradients of the outputs; returns a gradient, or None, for
-            each input. Without it there is none, and backward raises.
-        instead: What an error advises if there is no such gradient.
+        function: The implementation for all devices. All its arguments are positional, annotated and without defaults,
+            and it returns new tensors.
+        name: The name of the operator.
+        fake: Returns empty outputs for fake tensors.
+        keep: Called with a context, the inputs and the output, to save what the gradient needs.
+        differentiate: Called with that context and the gradients of the outputs; returns a gradient, or None, for each
+            input. Without it, backward raises.
+        instead: The advice in the error if there is no such gradient.
     """
     schema = torch.library.infer_schema(function, mutates_args=())
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     operator: OpOverload = getattr(torch.ops.lightning_ups, name).default
-    # Between two graphs Dynamo would trace what an operator runs.
+    # Between two graphs Dynamo would trace the operator's code.
     _LIBRARY.impl(name, hidden_from_dynamo(function), "CompositeExplicitAutograd")
     _LIBRARY.impl(
         name, hidden_from_dynamo(_recorded(operator, keep, differentiate, instead)), "Autograd", with_keyset=True
@@ -54,10 +54,10 @@ def define_operator(
 
 
 def seen_by_nothing(*tensors: Tensor | None) -> bool:
-    """Return whether an operator on ``tensors`` would only run its kernel: no gradient, mode, trace or profile sees it.
+    """Return whether an operator on ``tensors`` would only run its kernel, without gradient, mode, trace or profiler.
 
-    Then a gradient may call the kernel itself. Autograd's thread has slept and comes to everything cold, so that a
-    dispatcher and four functions of Python cost there several times what they cost elsewhere.
+    A gradient may then call the kernel directly. Autograd's thread starts with cold caches, so the dispatcher and four
+    Python functions cost several times more there than elsewhere.
     """
     return (
         all(tensor is None or _is_plain(tensor) for tensor in tensors)
@@ -69,7 +69,7 @@ def seen_by_nothing(*tensors: Tensor | None) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    # What torch.autograd.grad(is_grads_batched=True) hands on looks like a tensor, and no kernel can read it.
+    # A gradient of torch.autograd.grad(is_grads_batched=True) looks like a tensor, but no kernel can read it.
     batched = torch._C._functorch.is_legacy_batchedtensor(tensor)  # type: ignore[attr-defined]
     return type(tensor) is Tensor and not tensor.is_meta and not batched
 
@@ -102,7 +102,7 @@ def _recorded(
                 )
             return None, *differentiate(ctx, *grads)
 
-    Recorded.__name__ = Recorded.__qualname__ = operator._opname  # which a graph's nodes are named by
+    Recorded.__name__ = Recorded.__qualname__ = operator._opname  # names of a graph's nodes
 
     def run(keyset: Any, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):

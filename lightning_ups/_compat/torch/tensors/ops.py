@@ -1,7 +1,7 @@
-"""Operators of torch by their name, and the ones that are dear to run a second time.
+"""Finds torch's operators by name, and lists those that are expensive to recompute.
 
-A name is that of ``torch.ops``, with dots: ``aten.mm`` means every overload that makes a new tensor,
-``aten.mm.default`` for one.
+Names are those in ``torch.ops``, with dots: ``aten.mm`` means every overload that creates a new tensor,
+``aten.mm.default`` a single one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,10 +42,10 @@ _COSTLY: dict[str, None] = dict.fromkeys(
 
 
 def register_costly_op(name: str) -> None:
-    """Count the operator of this ``name`` among the costly ones, from the next model on that asks for them.
+    """Add the operator ``name`` to the expensive ones, for models that are checkpointed from now on.
 
-    For kernels that autograd sees as one operator, such as an attention of our own. The name is enough: the operator
-    may be defined later, or on another machine only.
+    For kernels that autograd sees as one operator, such as a custom attention. The name is enough: the operator may be
+    defined later, or on another machine only.
     """
     if len(name.split(".")) < 2:
         raise ValueError(
@@ -80,10 +80,10 @@ def operators(names: Iterable[str]) -> list[Operator]:
 
 
 def is_composite(op: Operator) -> bool:
-    """Return whether ``op`` is made of others before a kernel is chosen, so that it never runs as itself."""
+    """Return whether ``op`` is decomposed before a kernel is chosen, so that it never runs itself."""
     if not isinstance(op, OpOverload) or not torch._C._dispatch_has_kernel(op.name()):
         return False
-    # What is registered: some are composite on one device and have a kernel on another.
+    # Checks what is registered: some are composite on one device and have a kernel on another.
     has_kernel = partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
     return has_kernel("CompositeImplicitAutograd") and not any(
         map(has_kernel, ("CPU", "CUDA", "CompositeExplicitAutograd"))
@@ -91,12 +91,12 @@ def is_composite(op: Operator) -> bool:
 
 
 def uncalled(names: Iterable[str], called: set[Operator]) -> list[str]:
-    """Return those of ``names`` that match no operator in ``called``."""
+    """Return the ``names`` that match no operator in ``called``."""
     return [name for name in names if called.isdisjoint(_overloads(name))]
 
 
 def alike(names: Sequence[str], called: Iterable[Operator]) -> list[str]:
-    """Return which of ``called`` may be meant by ``names``, nearest first: for a costly one the costly, or near names.
+    """Return operators in ``called`` that ``names`` may refer to, closest first: expensive ones, or similar names.
 
     Raises:
         ValueError: If there is no operator of a name.

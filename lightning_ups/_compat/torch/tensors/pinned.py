@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies to at full speed, of exactly the size that is asked for."""
+"""Pinned host memory of exactly the requested size."""
 
 import mmap
 import threading
@@ -18,19 +18,19 @@ _THREADS = 8
 
 
 def pinned(nbytes: int) -> Tensor:
-    """Return ``nbytes`` of host memory, pinned where there is a GPU until it is freed or given to `unpin`.
+    """Return ``nbytes`` of host memory; if there is a GPU, pinned until it is freed or passed to `unpin`.
 
     Raises:
-        RuntimeError: If CUDA cannot pin so much.
+        RuntimeError: If CUDA cannot pin that much.
     """
     if not nbytes or not torch.cuda.is_available():
         return torch.empty(nbytes, dtype=torch.uint8)
     # Not `pin_memory=True`: torch's allocator rounds up to a power of two, which costs up to half of a large buffer.
     pages, device = own_pages(nbytes), torch.cuda.current_device()
     _check(_runtime().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0), nbytes)
-    # With a storage of its own: torch takes a tensor for pinned where its storage begins with pinned memory.
+    # With its own storage: torch considers a tensor pinned if its storage begins with pinned memory.
     memory = torch.frombuffer(pages.numpy(), dtype=torch.uint8, count=nbytes)
-    # Memory that is freed while it is pinned could be pinned by nobody again who gets it next.
+    # Memory that is freed while pinned could not be pinned again by its next user.
     release = weakref.finalize(memory, _unregister, pages.data_ptr(), device)
     release.atexit = False
     memory._unpin = release  # type: ignore[attr-defined]
@@ -38,13 +38,13 @@ def pinned(nbytes: int) -> Tensor:
 
 
 def unpin(memory: Tensor) -> None:
-    """Undo `pinned`; the memory stays."""
+    """Undo `pinned`; the memory stays allocated."""
     if (release := getattr(memory, "_unpin", None)) is not None:
         release()
 
 
 def own_pages(nbytes: int) -> Tensor:
-    """Return whole pages of the host's memory, in which there is nothing else: a page is pinned once."""
+    """Return whole pages of host memory that contain nothing else: a page can be pinned only once."""
     whole = -(-nbytes // PAGE) * PAGE
     if whole >= _LARGE and hasattr(mmap, "MAP_ANONYMOUS"):  # not on Windows
         return _there_already(whole)
@@ -54,8 +54,8 @@ def own_pages(nbytes: int) -> Tensor:
 
 
 def _there_already(nbytes: int) -> Tensor:
-    # The system gives pages out, and clears them, when they are first used. CUDA would use one after the other, in one
-    # thread, which takes most of the time of pinning; here several threads do, and ask for huge pages.
+    # The operating system allocates and clears pages at their first use. CUDA would touch them one after the other in
+    # one thread, which takes most of the time of pinning; here several threads do, and request huge pages.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a system without them
@@ -64,7 +64,7 @@ def _there_already(nbytes: int) -> Tensor:
     share = -(-nbytes // (_THREADS * PAGE)) * PAGE
 
     def use(start: int) -> None:
-        pages[start : start + share : PAGE] = 0  # numpy lets other threads run meanwhile
+        pages[start : start + share : PAGE] = 0  # numpy releases the GIL
 
     threads = [threading.Thread(target=use, args=(start,)) for start in range(0, nbytes, share)]
     for thread in threads:
@@ -75,7 +75,7 @@ def _there_already(nbytes: int) -> Tensor:
 
 
 def _unregister(address: int, device: int) -> None:
-    # Whichever thread the memory is freed in, it must not open the first GPU for this.
+    # Whichever thread frees the memory, it must not initialize the first GPU for this.
     with torch.cuda.device(device):
         _check(_runtime().cudaHostUnregister(address), 0)
 

@@ -1,4 +1,4 @@
-"""How torch lays a tensor out in a file, apart from the tensor's bytes; and how DCP notes where it lies."""
+"""The format of a tensor in a file, apart from the tensor's bytes; and DCP's record of its position."""
 
 import io
 import sys
@@ -15,15 +15,15 @@ from torch.utils.serialization import config
 
 __all__ = ["around", "noted", "template"]
 
-_PATCHING = threading.Lock()  # before torch 2.12 a setting is that of all threads
+_PATCHING = threading.Lock()  # before torch 2.12 a setting applies to all threads
 
 
 @lru_cache(maxsize=8192)
 def around(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[bytes, bytes] | None:
-    """Return what ``torch.save`` writes before and after the bytes of a dense tensor; None if it parts them.
+    """Return what ``torch.save`` writes before and after a dense tensor's bytes; None if these are in several pieces.
 
-    ``torch.save`` would take them from the host, and sum them up first for a checksum that ``torch.load`` never looks
-    at. So it is shown memory that nobody ever touches, and what it would have written of that is left out.
+    ``torch.save`` would copy the bytes from the host, and first compute a checksum that ``torch.load`` never reads. So
+    it gets untouched memory, and what it writes of that is left out.
     """
     numel = torch.Size(size).numel()
     storage = torch.UntypedStorage(numel * dtype.itemsize)
@@ -34,7 +34,7 @@ def around(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -
 
 
 class _AllBut(io.RawIOBase):
-    """Keeps what is written, without the bytes of one storage."""
+    """Keeps what is written, except the bytes of one storage."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._address, self._nbytes = storage.data_ptr(), storage.nbytes()
@@ -45,7 +45,7 @@ class _AllBut(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Note ``data``, a view of memory."""
+        """Record ``data``, a view of memory."""
         if len(data) == self._nbytes and np.frombuffer(data, np.uint8).ctypes.data == self._address:
             self.met = True
         else:
@@ -54,14 +54,14 @@ class _AllBut(io.RawIOBase):
 
 
 def template(file: IO[bytes]) -> tuple[Tensor, int] | None:
-    """Return the tensor of a file as it was saved, but on the meta device, and where its bytes begin.
+    """Return the tensor in a file, on the meta device, and the offset of its bytes.
 
-    None for a file that holds anything else than the bytes of one tensor, or holds them in another order.
+    None for a file that contains anything but the bytes of one tensor, or contains them in another order.
     """
-    file.seek(0)  # which the reader takes for the beginning
+    file.seek(0)  # the reader's start
     reader: Any = torch._C.PyTorchFileReader(file)  # type: ignore[arg-type]
     if [name for name in reader.get_all_records() if name.startswith("data/")] != ["data/0"]:
-        return None  # also a sparse tensor, whose indices torch would check without their values being there
+        return None  # also a sparse tensor, whose indices torch would check without their values
     file.seek(0)
     with torch.serialization.skip_data():
         tensor = torch.load(file, map_location="cpu", weights_only=True)
@@ -76,5 +76,5 @@ def template(file: IO[bytes]) -> tuple[Tensor, int] | None:
 
 
 def noted(file: str, *, offset: int, length: int, transforms: Sequence[str] = ()) -> Any:
-    """Return how DCP's metadata notes that a tensor lies in ``length`` bytes of ``file``, transformed or not."""
+    """Return DCP's record of a tensor in ``length`` bytes of ``file``, transformed or not."""
     return _StorageInfo(file, offset, length, transforms or None)

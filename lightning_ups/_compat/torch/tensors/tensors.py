@@ -1,4 +1,4 @@
-"""What a tensor is underneath, such as how often it was written and what this rank has of it; and float32 products."""
+"""Internals of tensors, such as version counters and local parts; and float32 products of bfloat16 tensors."""
 
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
@@ -42,16 +42,16 @@ class _Arrival(torch.autograd.Function):
 
 
 def arrived(value: Any) -> Any:
-    """Return ``value``, or what a collective brings where it is a tensor that waits for one, also in containers.
+    """Return ``value`` with tensors that wait for a collective replaced by its results, also in containers.
 
-    A layer that tensor parallelism splits returns such tensors. Compiled code takes them apart, and what is inside has
-    no part in autograd: their gradient would be lost without a word.
+    A layer split by tensor parallelism returns such tensors. Compiled code unwraps them, and the inner tensor is not
+    part of autograd: their gradient would be silently lost.
     """
     return tree_map_only(AsyncCollectiveTensor, _Arrival.apply, value) if _waits(value) else value
 
 
 def _waits(value: Any) -> bool:
-    # For every call of a compiled block: `tree_leaves` would take several times as long.
+    # Runs in every call of a compiled block: `tree_leaves` would take several times as long.
     if isinstance(value, _CONTAINERS):
         return any(map(_waits, value.values() if isinstance(value, dict) else value))
     return type(value) is AsyncCollectiveTensor
@@ -63,43 +63,43 @@ def count_writes(tensor: Tensor) -> int:
 
 
 def counts_of_writes(tensors: Iterable[Tensor]) -> list[int]:
-    """Return `count_writes` of each, in less time."""
+    """Return `count_writes` of each tensor, in less time."""
     return [*map(_VERSION, tensors)]
 
 
 def memory_of(parameter: nn.Parameter) -> int:
-    """Return where ``parameter`` lies, which is another place once ``parameter.data`` was set; a fake one has none."""
+    """Return the address of ``parameter``, which changes when ``parameter.data`` is set; a fake one has none."""
     return parameter.data_ptr() if type(parameter) is nn.Parameter else 0
 
 
 def memories_of(parameters: Collection[nn.Parameter]) -> list[int]:
-    """Return `memory_of` of each, in less time."""
+    """Return `memory_of` of each parameter, in less time."""
     plain = {*map(type, parameters)} <= {nn.Parameter}
     return [*map(Tensor.data_ptr if plain else memory_of, parameters)]
 
 
 def local_of(tensor: Any) -> Any:
-    """Return this rank's part of a sharded tensor, or a whole one as it is."""
+    """Return this rank's part of a sharded tensor, or an unsharded one unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor gathered, on every rank, or a whole one as it is."""
+    """Return a sharded tensor gathered, on every rank, or an unsharded one unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def plain_memory(tensor: Tensor | None) -> Any:
-    """Return the tensor whose memory ``tensor`` is: itself, but for weights that torchao gathers in float8."""
+    """Return the tensor that owns the memory of ``tensor``: itself, except for float8-gathered weights of torchao."""
     return tensor._tensor if type(tensor).__name__ == "WeightWithDynamicFloat8CastTensor" else tensor  # type: ignore[union-attr]
 
 
 def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """Return what ``tensor.register_hook`` was given."""
+    """Return the hooks registered with ``tensor.register_hook``."""
     return [*(tensor._backward_hooks or {}).values()]
 
 
 def has_hooks_after_accumulation(tensor: Tensor) -> bool:
-    """Return whether ``tensor.register_post_accumulate_grad_hook`` was called, and not undone."""
+    """Return whether ``tensor`` has hooks from ``register_post_accumulate_grad_hook``."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
@@ -107,7 +107,7 @@ _PIECES = 8
 
 
 def product(a: Tensor, b: Tensor, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Return ``a @ b`` in ``dtype``, which is theirs or float32; summed in float32 at least."""
+    """Return ``a @ b`` in ``dtype``, their own or float32, accumulated at least in float32."""
     if a.dtype == dtype:
         return torch.mm(a, b, out=out)
     if a.is_cuda and dtype == torch.float32:
@@ -118,21 +118,21 @@ def product(a: Tensor, b: Tensor, *, dtype: torch.dtype, out: Tensor | None = No
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to ``total``, which is of their type or float32."""
+    """Add ``a @ b`` to ``total``, which has their dtype or float32."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and _adds_into_float32(a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         rows = -(-len(total) // _PIECES) or 1
-        for start in range(0, len(total), rows):  # so that the product takes little beside what it is added to
+        for start in range(0, len(total), rows):  # so that the product takes little memory
             piece = slice(start, start + rows)
             total[piece].add_(product(a[piece], b, dtype=total.dtype))
 
 
 @cache
 def _adds_into_float32(dtype: torch.dtype) -> bool:
-    # 2.9 has the argument and refuses a float32 summand, 2.11 takes one; asking a small product is the way to know.
+    # Torch 2.9 has the argument and refuses a float32 summand, 2.11 accepts it; a small product is the way to find out.
     total = torch.zeros(16, 16, device="cuda")
     a = torch.ones(16, 16, device="cuda", dtype=dtype)
     try:
@@ -143,11 +143,11 @@ def _adds_into_float32(dtype: torch.dtype) -> bool:
 
 
 def forget_meshes() -> None:
-    """Let this thread forget what operators make of DTensors: of two equal meshes it knows the groups of the earlier.
+    """Clear this thread's caches of DTensor operators: for two equal meshes they keep the groups of the earlier one.
 
-    These may be gone by then, with the world that they were of.
+    These groups may be destroyed by then, with their world.
     """
-    # Torch 2.11 and 2.13 have two such memories each, one of C++ and one of Python.
+    # Torch 2.11 and 2.13 have two such caches each, one in C++ and one in Python.
     forget = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if forget is not None:
         forget()
