@@ -1,4 +1,4 @@
-"""From the logits of some rows to their losses and the gradient of the logits: the step between a head's products."""
+"""The step from the logits of some rows to their losses and the gradient of the logits, between the head's products."""
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 
 from typing import NamedTuple, Protocol
@@ -12,11 +12,11 @@ __all__ = ["Settings", "Step", "reference_step", "step_on"]
 
 
 class Settings(NamedTuple):
-    """What the loss adds to cross-entropy.
+    """Additions to the cross-entropy.
 
     Args:
-        z_loss: So much times the squared log-sum-exp is added.
-        softcap: Logits are bent to ``softcap * tanh(logit / softcap)``; 0 leaves them.
+        z_loss: The factor of the squared log-sum-exp that is added.
+        softcap: Logits become ``softcap * tanh(logit / softcap)``; 0: unchanged.
     """
 
     z_loss: float
@@ -24,7 +24,7 @@ class Settings(NamedTuple):
 
 
 class Step(Protocol):
-    """One way to make the step."""
+    """An implementation of the step."""
 
     def __call__(
         self,
@@ -35,7 +35,7 @@ class Step(Protocol):
         loss_C: Tensor,
         settings: Settings,
     ) -> None:
-        """Write loss and gradient; `reference_step` says of what."""
+        """Write loss and gradient, as specified by `reference_step`."""
         ...
 
 
@@ -47,10 +47,10 @@ def reference_step(
     loss_C: Tensor,
     settings: Settings,
 ) -> None:
-    """Write each row's loss into ``loss_C`` and, if wanted, the gradient times ``per_row_C`` into ``gradient_CV``.
+    """Write each row's loss into ``loss_C`` and, if needed, the gradient times ``per_row_C`` into ``gradient_CV``.
 
-    A row whose factor is 0 is not counted: its loss and gradient are 0, whatever its target. The type of ``loss_C`` is
-    what all is computed in. The logits are lost, and the gradient may be in their place: pass the same tensor.
+    A row whose factor is 0 is ignored: its loss and gradient are 0, whatever its target. The computation uses the dtype
+    of ``loss_C``. The logits are overwritten, and ``gradient_CV`` may be the same tensor.
     """
     z_loss, softcap = settings
     x_CV = logits_CV.to(loss_C.dtype)
@@ -69,7 +69,7 @@ def reference_step(
     x_CV.sub_(lse_C.unsqueeze(1)).exp_().mul_(factor_C.unsqueeze(1))
     if slope_CV is not None:
         x_CV.mul_(slope_CV)
-    # The right class apart, in full precision: one pass over the logits less than adding to them.
+    # The target class separately, in full precision: saves a pass over the logits compared with adding to them.
     right_gradient_C = ((right_C - lse_C).exp() * factor_C - per_row_C) * right_slope_C
     x_CV.scatter_(1, at_C1, right_gradient_C.unsqueeze(1))
     if x_CV is not gradient_CV:
@@ -77,7 +77,7 @@ def reference_step(
 
 
 def step_on(device: str, dtype: torch.dtype) -> Step:
-    """Return what makes the step where the losses are of ``dtype``: on a GPU one kernel, elsewhere `reference_step`."""
+    """Return the implementation for losses of ``dtype``: one kernel on a GPU, elsewhere `reference_step`."""
     if device == "cuda" and dtype == torch.float32 and has("triton"):
         from lightning_ups.kernels.cross_entropy_triton import launch
 

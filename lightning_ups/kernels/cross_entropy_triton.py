@@ -1,9 +1,9 @@
-"""The step from logits to loss and gradient as one Triton kernel; `cross_entropy_step.reference_step` specifies it.
+"""The step from logits to loss and gradient as one Triton kernel, specified by `cross_entropy_step.reference_step`.
 
-One program for a row. It reads the row twice, the second time backwards, since what was read last is still in the
-cache, and writes the gradient, in place where that is asked for: a block of it then lies exactly where the block of
-logits lay that the same threads have just read, each its own elements; and the logit of the right class, which one of
-the blocks writes over, is read before all of them, with the barriers of the reductions between.
+There is one program per row. It reads the row twice, the second time backwards, since the last part is still in the
+cache, and writes the gradient, possibly in place: a block of it then replaces exactly the block of logits that the same
+threads have just read, each its own elements. The logit of the target class, which one of the blocks overwrites, is
+read before all of them, with the barriers of the reductions in between.
 """
 # ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false
@@ -20,10 +20,10 @@ from lightning_ups.kernels.cross_entropy_step import Settings
 __all__ = ["launch"]
 
 BLOCK, WARPS, STAGES = 4096, 16, 3
-# 8 for each thread: loads of 16 bytes in bfloat16. With fewer than a warp's threads two warps would share elements, and
-# the one might read what the other has already written in its place.
+# 8 for each thread: loads of 16 bytes in bfloat16. With fewer elements than a warp's threads, two warps would share
+# elements, and one might read what the other has already overwritten.
 ELEMENTS_PER_WARP = 256
-ALIGNED = 16  # elements; Triton takes whole vectors only up to a bound that it knows to be a multiple of so many
+ALIGNED = 16  # elements; Triton uses full vectors only up to a bound that it knows to be a multiple of this
 
 
 def launch(
@@ -38,7 +38,7 @@ def launch(
     warps: int = WARPS,
     stages: int = STAGES,
 ) -> None:
-    """Write loss and gradient; `reference_step` says of what. Up to 15 elements behind each row are written over."""
+    """Write loss and gradient, as specified by `reference_step`. Up to 15 elements after each row are overwritten."""
     num_rows, vocab = logits_CV.shape
     if not num_rows:
         return
@@ -49,7 +49,7 @@ def launch(
         _kernel()[(num_rows,)](
             logits_CV,
             written,
-            targets_C.contiguous(),  # a column of a table has room between its elements
+            targets_C.contiguous(),  # a column of a table is not contiguous
             per_row_C.contiguous(),
             loss_C,
             vocab,
@@ -69,7 +69,7 @@ def launch(
 
 
 def _width(matrix: Tensor) -> int:
-    """Return up to where a row may be read and written: as far as vectors reach, if that is all the matrix's own."""
+    """Return the width up to which a row may be read and written: full vectors, if the matrix owns that memory."""
     rows, vocab = matrix.shape
     width = -(-vocab // ALIGNED) * ALIGNED
     end = matrix.storage_offset() + (rows - 1) * matrix.stride(0) + width
@@ -82,7 +82,7 @@ def _kernel() -> Any:
     return compiled(
         cross_entropy_kernel,
         feature="cross-entropy's step in one kernel",
-        # One compilation wherever in the batch a chunk begins.
+        # One compilation for all chunk starts in the batch.
         do_not_specialize_on_alignment=["targets", "per_row", "losses"],
     )
 
@@ -110,7 +110,7 @@ def cross_entropy_kernel(
     logits += row * logits_stride
     gradients += row * gradients_stride
     factor = tl.load(per_row + row)
-    if factor == 0:  # is not counted
+    if factor == 0:  # ignored
         tl.store(losses + row, 0.0)
         if GRADIENT:
             for number in range(BLOCKS):
@@ -118,10 +118,10 @@ def cross_entropy_kernel(
                 tl.store(gradients + at, tl.zeros((BLOCK,), gradients.dtype.element_ty), mask=at < width)
     else:
         target = tl.load(targets + row)
-        # A class that does not exist makes the loss not a number: a kernel cannot raise, and must not read beyond.
+        # An invalid class makes the loss NaN: a kernel cannot raise, and must not read out of bounds.
         known = (target >= 0) & (target < vocab)
         right = tl.load(logits + target, mask=known, other=float("nan")).to(tl.float32)
-        # Each lane its own maximum and sum. The lowest is finite, so that no two infinities are subtracted.
+        # Each lane has its own maximum and sum. The initial value is finite, so that infinities are never subtracted.
         highest = tl.full((BLOCK,), -3.0e38, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         for number in tl.range(0, BLOCKS, num_stages=STAGES):
@@ -136,7 +136,7 @@ def cross_entropy_kernel(
             highest = tl.maximum(highest, x)
         top = tl.max(highest, axis=0)
         beyond = tl.log(tl.sum(total * tl.exp(highest - top), axis=0))
-        lse = top + beyond  # from which nothing is subtracted: of large logits it has lost the last digits
+        lse = top + beyond  # nothing is subtracted from it: for large logits it has lost the last digits
         right_slope = 1.0
         if SOFTCAP:
             right_bent = 1 - 2 / (tl.exp(right * double_rate) + 1)

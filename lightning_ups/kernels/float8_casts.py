@@ -1,11 +1,11 @@
-"""Casts of a matrix to float8 by one scale, in the two orders that products read, as operators that a compiler keeps.
+"""Casts of a matrix to float8 with one scale, in the two orders that products read, as opaque operators.
 
-Left to themselves compilers join such a cast with whatever makes the matrix, and look for its maximum by computing that
-once more. Here a matrix is read twice, at the pace of memory: for its maximum, and to be cast, in both orders at once.
+Compilers fuse such a cast with the code that computes the matrix, and recompute the matrix for its maximum. Here a
+matrix is read twice, at memory speed: for its maximum, and for the cast, in both orders at once.
 
-The values are those of torchao, bit for bit: ``largest / max(maximum, 1e-12)`` in float64 is the scale in float32.
+The values are bitwise equal to torchao's: ``largest / max(maximum, 1e-12)`` in float64 is the scale in float32.
 
-Shape suffixes: M rows of K values, R values of M rounded up to what the kernels of products take, P parts of a maximum.
+Shape suffixes: M rows of K values, R is M rounded up to the size that products require, P parts of a maximum.
 """
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 
@@ -34,23 +34,23 @@ __all__ = [
 ]
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-PARTS = 1024  # of a maximum; each program of a cast reads them all
-INNER = 16  # what the dimension that is summed over must be a multiple of
+PARTS = 1024  # of a maximum; each program of a cast reads all of them
+INNER = 16  # the dimension that is summed over must be a multiple of this
 LEAST = 1e-12
-HAS_KERNELS = torch.version.hip is None and has("triton")  # AMD's GPUs have float8 types of their own
+HAS_KERNELS = torch.version.hip is None and has("triton")  # AMD GPUs have other float8 dtypes
 
 
 def largest_of(dtype: torch.dtype) -> float:
-    """Return the largest value of a float8 type."""
+    """Return the largest value of a float8 dtype."""
     return torch.finfo(dtype).max
 
 
 def rounded_up(size: int) -> int:
-    """Return what the dimension of a product that is summed over becomes.
+    """Return ``size`` rounded up for the dimension that a product sums over.
 
-    Never none: some processors' products of no terms leave what the memory held.
+    It is never zero: on some processors, empty products return uninitialized memory.
     """
-    at_least: Any = torch.sym_max(size + INNER - 1, INNER)  # of a size that a graph may not know
+    at_least: Any = torch.sym_max(size + INNER - 1, INNER)  # a graph may not know the size
     return at_least // INNER * INNER
 
 
@@ -65,7 +65,7 @@ def _maxima(values_MK: Tensor) -> Tensor:
         return values_MK.new_zeros(PARTS, dtype=torch.int32)
     half = values_MK.dtype.itemsize == 2
     bits = values_MK.abs().max().view(torch.int16 if half else torch.int32).to(torch.int32)
-    magnitude = bits & (0x7FFF if half else 0x7FFFFFFF)  # what is not a number has a sign, which a maximum may keep
+    magnitude = bits & (0x7FFF if half else 0x7FFFFFFF)  # NaN has a sign, which a maximum may keep
     return torch.cat([magnitude.view(1), bits.new_zeros(PARTS - 1)])
 
 
@@ -103,22 +103,22 @@ def _cast(
 
 
 def transpose_into(columns_KR: Tensor, cast_MK: Tensor) -> None:
-    """Write the cast there transposed, and zeros behind it."""
+    """Write the transposed cast into ``columns_KR``, followed by zeros."""
     num_rows = cast_MK.shape[0]
     columns_KR.view(torch.uint8)[:, num_rows:].zero_()
     columns_KR[:, :num_rows].copy_(cast_MK.t())
 
 
 def can_transpose(dtype: torch.dtype) -> bool:
-    """Return whether the kernel turns values of this type around right.
+    """Return whether the kernel transposes values of this dtype correctly.
 
-    Those of four bytes Triton 3.6 mixes up on sm_90 on the way from the layout of loads to that of stores.
+    Triton 3.6 on sm_90 mixes up values of four bytes between the layouts of loads and stores.
     """
     return dtype.itemsize == 2
 
 
 def _places(values_MK: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a cast is written to; what is not asked for is empty."""
+    """Return the outputs of a cast; those that are not requested are empty."""
     num_rows, width = values_MK.shape
     return (
         values_MK.new_empty((num_rows, width) if rows else (0,), dtype=dtype),
@@ -165,10 +165,10 @@ def _fake_both(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> tuple
 
 
 maxima = define_operator(_maxima, name="float8_maxima", fake=_fake_maxima)
-"""Of `values_MK`: the bits of the largest magnitudes of its parts."""
+"""Return the bits of the largest magnitudes of parts of `values_MK`."""
 row_order = define_operator(_rows, name="float8_rows", fake=_fake_rows)
-"""Of `values_MK`, its maxima and a type of float8: the cast, and what its scale is undone by."""
+"""Return the cast of `values_MK` to a float8 dtype, given its maxima, and the inverse scale."""
 column_order = define_operator(_columns, name="float8_columns", fake=_fake_columns)
-"""Of the same: the cast, transposed, each row of that filled up with zeros, and what its scale is undone by."""
+"""Return the same cast, transposed, with rows padded by zeros, and the inverse scale."""
 both_orders = define_operator(_both, name="float8_both", fake=_fake_both)
-"""Of the same: all three, in one pass."""
+"""Return both casts and the inverse scale, in one pass."""

@@ -1,4 +1,4 @@
-"""The kernels of `float8_casts`: one that looks for a maximum, one that casts tiles of a matrix."""
+"""The Triton kernels of `float8_casts`: one computes a maximum, one casts tiles of a matrix."""
 # ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false
 
@@ -30,21 +30,20 @@ from lightning_ups.kernels.float8_casts import (
 __all__ = ["OPERATORS", "Tiles", "cast_launch", "maxima_launch", "maxima_where_written"]
 
 BLOCK, STAGES = 2048, 3
-FAR = 2**31  # an offset that 32 bits do not hold
+FAR = 2**31  # an offset that does not fit into 32 bits
 
 
 class Tiles(NamedTuple):
-    """How a cast goes through a matrix.
+    """The tiling of a cast.
 
-    With one stage Triton 3.6, for sm_90, transposes a tile of values of two bytes by matrices of eight by eight; with
-    more it reads a tile of 128 rows or more out of the loads' memory value by value. With one stage, what hides the
-    wait for memory are the other programs.
+    With one stage, Triton 3.6 for sm_90 transposes a tile of two-byte values by 8 x 8 matrices; with more, it reads
+    tiles of 128 rows or more from shared memory value by value. With one stage, other programs hide the memory latency.
 
     Args:
-        rows: Of a tile.
-        columns: Of a tile.
-        programs: How many there are for each multiprocessor: each makes one tile after another.
-        stages: Of loads that are under way.
+        rows: Rows of a tile.
+        columns: Columns of a tile.
+        programs: Programs per multiprocessor: each processes several tiles.
+        stages: Concurrent stages of loads.
     """
 
     rows: int = 128
@@ -53,12 +52,12 @@ class Tiles(NamedTuple):
     stages: int = 1
 
     def programs_on(self, device: torch.device, count: int) -> int:
-        """Return how many go through ``count`` tiles there."""
+        """Return the number of programs for ``count`` tiles on ``device``."""
         return max(1, min(count, self.programs * _multiprocessors(device)))
 
 
 def maxima_launch(values_MK: Tensor, maxima_P: Tensor) -> Launch:
-    """Return what writes the bits of the largest magnitudes of parts of a matrix; those of NaN are larger than any."""
+    """Return the launch that writes the bits of the largest magnitudes of parts; those of NaN are the largest."""
     arguments = {
         "values": values_MK,
         "maxima": maxima_P,
@@ -80,7 +79,7 @@ def cast_launch(
     *,
     tiles: Tiles | None = None,
 ) -> Launch:
-    """Return what writes the cast in the orders that are given, and what undoes its scale."""
+    """Return the launch that writes the cast in the given orders, and the inverse scale."""
     tiles = tiles or Tiles()
     wanted = next(place for place in (rows_MK, columns_KR) if place is not None)
     num_rows, width = values_MK.shape
@@ -90,7 +89,7 @@ def cast_launch(
     arguments = {
         "values": values_MK,
         "maxima": maxima_P,
-        "rows": maxima_P if rows_MK is None else rows_MK,  # which nothing is then written to
+        "rows": maxima_P if rows_MK is None else rows_MK,  # not written to then
         "columns": maxima_P if columns_KR is None else columns_KR,
         "inverse": inverse,
         "num_rows": num_rows,
@@ -135,14 +134,14 @@ OPERATORS = (
     Operator(column_order, _launch_of_columns),
     Operator(both_orders, _launch_of_both),
 )
-"""What a compiled graph can launch itself."""
+"""The operators that compiled graphs can launch themselves."""
 
 
 @contextmanager
 def maxima_where_written() -> Iterator[None]:
-    """Let graphs that are compiled while the context is open find maxima in inductor's kernels that write matrices.
+    """Let graphs compiled in this context compute maxima in inductor's kernels that write matrices.
 
-    What lets graphs launch the operators is opened within.
+    Open `launched_by_graphs` inside of this context.
     """
     with graph_pass("apart", _find_where_written, sources=(inspect.getfile(find_where_written),)):
         yield
@@ -177,7 +176,7 @@ def maxima_kernel(
     STAGES: tl.constexpr,
 ):
     part = tl.program_id(0)
-    # Magnitudes are in the order of their bits, and what is not a number comes last: a maximum of it is none.
+    # Magnitudes have the order of their bits, with NaN last: the maximum of values with a NaN is NaN.
     largest = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(part.to(tl.int64) * BLOCK, size, PARTS * BLOCK, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK)

@@ -1,13 +1,12 @@
-"""Casts of a matrix to float8 by a scale for each row, or for each column and turned around, as operators.
+"""Casts of a matrix to float8 with a scale per row, or per column and transposed, as operators.
 
-A row is read once: its maximum, its scale and its cast are made of what a program holds. Columns are read twice. Left
-to a compiler such casts become loops that write what they hold to memory in float32, and that make a scale for each
-value.
+A row is read once: its maximum, scale and cast are computed in registers. Columns are read twice. A compiler would turn
+such casts into loops that write intermediate values to memory in float32, and compute a scale for each value.
 
-The values are those of torchao, bit for bit: ``largest / max(maximum, 1e-12)`` in float64, in float32, and of that the
-power of two below it. Torchao takes that by a logarithm in float32, which for maxima of float32 alone may round up.
+The values are bitwise equal to torchao's: ``largest / max(maximum, 1e-12)`` in float64, cast to float32, rounded down
+to a power of two. Torchao uses a logarithm in float32 for that, which may round up for maxima of float32 values.
 
-Shape suffixes: M rows of K values each, R values of M rounded up to what products take, P parts of the rows.
+Shape suffixes: M rows of K values, R is M rounded up to the size that products require, P parts of the rows.
 """
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 
@@ -19,16 +18,16 @@ from lightning_ups.kernels.float8_casts import LEAST, by_kernel, can_transpose, 
 
 __all__ = ["PARTS", "column_maxima", "scaled_columns", "scaled_rows", "scales_of"]
 
-PARTS = 64  # of the rows, for each of which there is a maximum of every column
+PARTS = 64  # of the rows, each with a maximum of every column
 
 
 def scales_of(bits: Tensor, of: torch.dtype, to: torch.dtype) -> Tensor:
-    """Return by what values are multiplied before they are cast.
+    """Return the factors by which values are multiplied before they are cast.
 
     Args:
-        bits: Of the largest magnitudes, as integers of four bytes.
-        of: The type of the values.
-        to: The type of float8.
+        bits: The bits of the largest magnitudes, as 32-bit integers.
+        of: The dtype of the values.
+        to: The float8 dtype.
     """
     maximum = (bits.to(torch.int16) if of.itemsize == 2 else bits).view(of).to(torch.float64)
     scale = (largest_of(to) / maximum.clamp(min=LEAST)).to(torch.float32)
@@ -38,7 +37,7 @@ def scales_of(bits: Tensor, of: torch.dtype, to: torch.dtype) -> Tensor:
 def _largest_bits(values_MK: Tensor, *, dim: int) -> Tensor:
     half = values_MK.dtype.itemsize == 2
     bits = values_MK.abs().amax(dim).view(torch.int16 if half else torch.int32).to(torch.int32)
-    return bits & (0x7FFF if half else 0x7FFFFFFF)  # what is not a number has a sign, which a maximum may keep
+    return bits & (0x7FFF if half else 0x7FFFFFFF)  # NaN has a sign, which a maximum may keep
 
 
 def _cast(values_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -99,8 +98,8 @@ def _fake_scaled_columns(values_MK: Tensor, scale_K: Tensor, dtype: torch.dtype)
 
 
 scaled_rows = define_operator(_scaled_rows, name="float8_scaled_rows", fake=_fake_scaled_rows)
-"""Of `values_MK` and a type of float8: the cast, and what undoes the scale of each row."""
+"""Return the cast of `values_MK` to a float8 dtype, and the inverse scale of each row."""
 column_maxima = define_operator(_column_maxima, name="float8_column_maxima", fake=_fake_column_maxima)
-"""Of `values_MK`: the bits of the largest magnitudes of its columns in parts of the rows."""
+"""Return the bits of the largest magnitudes of the columns of `values_MK`, in parts of the rows."""
 scaled_columns = define_operator(_scaled_columns, name="float8_scaled_columns", fake=_fake_scaled_columns)
-"""Of `values_MK`, a scale for each column and a type: the cast, transposed, each row of that filled up with zeros."""
+"""Return the transposed cast of `values_MK`, given a scale for each column, with rows padded by zeros."""

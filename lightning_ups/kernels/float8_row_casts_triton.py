@@ -1,4 +1,4 @@
-"""The kernels of `float8_row_casts`: of rows, of the maxima of columns, and of columns."""
+"""The Triton kernels of `float8_row_casts`: casts of rows, maxima of columns, and casts of columns."""
 # ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false
 
@@ -17,14 +17,14 @@ from lightning_ups.kernels.float8_row_casts import PARTS, column_maxima, scaled_
 
 __all__ = ["COLUMN_TILES", "OPERATORS", "column_maxima_launch", "columns_launch", "rows_launch"]
 
-TILE = 4096  # values that a program holds of short rows
-WIDEST = 16384  # values of two bytes, of a row that a program can hold
-ROWS, COLUMNS, STAGES = 16, 512, 4  # of what a program has under way that looks for maxima of columns
+TILE = 4096  # values of short rows per program
+WIDEST = 16384  # two-byte values of a row that a program can hold
+ROWS, COLUMNS, STAGES = 16, 512, 4  # tile size of the kernel for maxima of columns
 COLUMN_TILES = Tiles(columns=64)
 
 
 def rows_launch(values_MK: Tensor, rows_MK: Tensor, inverse_M: Tensor) -> Launch:
-    """Return what writes the cast by rows, and what undoes the scale of each."""
+    """Return the launch that writes the cast by rows, and the inverse scale of each."""
     num_rows, width = values_MK.shape
     is_whole = width * values_MK.dtype.itemsize <= 2 * WIDEST
     block = _power_of_two(width) if is_whole else TILE  # of a row; the first is kept, and others are read again
@@ -46,7 +46,7 @@ def rows_launch(values_MK: Tensor, rows_MK: Tensor, inverse_M: Tensor) -> Launch
 
 
 def column_maxima_launch(values_MK: Tensor, maxima_PK: Tensor) -> Launch:
-    """Return what writes the bits of the largest magnitudes of columns; those of NaN are larger than any."""
+    """Return the launch that writes the bits of the largest magnitudes of columns; those of NaN are the largest."""
     num_rows, width = values_MK.shape
     across = -(-width // COLUMNS)
     arguments = {
@@ -65,7 +65,7 @@ def column_maxima_launch(values_MK: Tensor, maxima_PK: Tensor) -> Launch:
 
 
 def columns_launch(values_MK: Tensor, scale_K: Tensor, columns_KR: Tensor, *, tiles: Tiles = COLUMN_TILES) -> Launch:
-    """Return what writes the cast by columns, transposed."""
+    """Return the launch that writes the cast by columns, transposed."""
     num_rows, width = values_MK.shape
     length = columns_KR.shape[1]
     across = -(-width // tiles.columns)
@@ -104,7 +104,7 @@ OPERATORS = (
     Operator(column_maxima, _launch_of_column_maxima),
     Operator(scaled_columns, _launch_of_columns),
 )
-"""What a compiled graph can launch itself."""
+"""The operators that compiled graphs can launch themselves."""
 
 
 def _power_of_two(size: int) -> int:
@@ -145,7 +145,7 @@ def rows_kernel(
     at = row.to(tl.int64)[:, None] * width + column
     here = is_row[:, None] & (column < width)
     first = tl.load(values + at, mask=here, other=0.0)
-    # Magnitudes are in the order of their bits, and what is not a number comes last: a maximum of it is none.
+    # Magnitudes have the order of their bits, with NaN last: the maximum of values with a NaN is NaN.
     if HALF:
         bits = first.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
     else:
@@ -165,7 +165,7 @@ def rows_kernel(
     least = tl.full((), LEAST, tl.float64)
     exact = (LARGEST / tl.where(maximum < least, least, maximum)).to(tl.float32)
     power = (exact.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    scale = tl.where(exact != exact, exact, power)  # what is not a number would become infinity
+    scale = tl.where(exact != exact, exact, power)  # NaN would become infinity
     tl.store(inverse + row, 1.0 / scale, mask=is_row)
     tl.store(rows + at, (first.to(tl.float32) * scale[:, None]).to(rows.dtype.element_ty), mask=here)
     if not WHOLE:

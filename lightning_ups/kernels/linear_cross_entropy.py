@@ -1,20 +1,20 @@
 """The loss of a language model from its hidden states and its head's weight, without all logits in memory.
 
-Logits of some rows at a time (a chunk) are computed, turned into their gradient, and multiplied into the gradients of
-hidden states and weight at once, in the forward pass. The logits are thus computed once, as without chunks, and what
-waits for backward is one gradient of each, which backward needs memory for in any case. Computing them again in
-backward would cost a third more operations of the head; only ``reduction="none"`` does, since there each row's
-gradient has a factor that is not known before.
+The forward pass processes the rows in chunks: it computes a chunk's logits, turns them into their gradient, and
+multiplies that into the gradients of hidden states and weight. The logits are therefore computed once, as without
+chunks, and only these two gradients are kept for backward, which needs memory for them anyway. Recomputing the logits
+in backward would cost a third more FLOPs of the head; only ``reduction="none"`` does, because the factor of each row's
+gradient is not known before.
 
-What a chunk holds is the gradient of its logits, in the type of the products, since the longer a chunk, the less often
-the sum of the weight's gradient is read and written. Logits are rounded to that type, as a head's are, and lie where
-their gradient will be. In float32 they would take twice that; so then they are there for an eighth of the chunk at a
-time, and a product for each.
+A chunk's memory holds the gradient of its logits, in the dtype of the products: the longer the chunk, the less often
+the sum of the weight's gradient is read and written. Logits are rounded to that dtype, as a head's are, and their
+gradient replaces them. Float32 logits would take twice the memory, so they exist for an eighth of the chunk at a time,
+with a product for each.
 
-All of it is one operator, even in a compiled function: were it traced, the partitioner would put the gradients into
+Everything is one operator, even in a compiled function: if it were traced, the partitioner would move the gradients to
 the backward graph and keep every logit for them. The step between the products is one kernel on a GPU.
 
-N rows, D width of the model, V vocabulary, C rows of a chunk.
+N rows, D model dimension, V vocabulary size, C rows of a chunk.
 """
 # ruff: noqa: N803, N806, FBT001, ARG001 (shape suffixes are capitals; an operator's arguments are positional)
 
@@ -40,10 +40,10 @@ Reduction = Literal["mean", "sum", "none"]
 Backend = Literal["auto", "chunked", "torch", "reference"]
 
 _ROWS_MULTIPLE = 128
-_LEAST_ROWS, _MOST_ROWS = 2048, 4096  # of a chunk; but an eighth of all rows is never too many
-_LOGITS_SHARE, _LEAST_LOGITS_ROWS = 8, 512  # of a chunk, where its logits are in another type than their gradient
-_COLUMNS_MULTIPLE = 64  # so that a row begins where a matrix product can read whole lines, whatever the vocabulary
-_ELEMENTS_ELSEWHERE = 1 << 24  # of a chunk on what is no GPU: 64 MiB
+_LEAST_ROWS, _MOST_ROWS = 2048, 4096  # of a chunk; an eighth of all rows is always allowed
+_LOGITS_SHARE, _LEAST_LOGITS_ROWS = 8, 512  # of a chunk, if its logits have another dtype than their gradient
+_COLUMNS_MULTIPLE = 64  # so that a row begins where a matrix product can read whole lines, for any vocabulary size
+_ELEMENTS_ELSEWHERE = 1 << 24  # of a chunk on other devices than GPUs: 64 MiB
 
 
 def linear_cross_entropy(
@@ -59,44 +59,43 @@ def linear_cross_entropy(
     chunk: int | Literal["auto"] = "auto",
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return the cross-entropy of ``hidden @ weight.T`` in float32; `reference_linear_cross_entropy` specifies it.
+    """Return the cross-entropy of ``hidden @ weight.T`` in float32, as specified by `reference_linear_cross_entropy`.
 
-    Products run in the type of ``hidden`` and ``weight``, the narrower of two, or autocast's, and sum in float32.
-    Logits are rounded to that type, as a head's are; their softmax and the sum of the weight's gradient over chunks are
-    float32.
+    Products use the dtype of ``hidden`` and ``weight``, the narrower of the two, or autocast's, and accumulate in
+    float32. Logits are rounded to that dtype, as a head's are; their softmax, and the sum of the weight's gradient over
+    chunks, are float32.
 
     Args:
-        hidden: [..., dim], what the head would be given.
-        weight: [vocab, dim], the head's weight; whole: call this inside the forward of the module that owns it where
-            that is sharded.
-        targets: [...] whole numbers, the right class of each row.
+        hidden: [..., dim], the input of the head.
+        weight: [vocab, dim], the head's weight, unsharded: under sharding, call this inside the forward of the module
+            that owns the weight.
+        targets: [...] integers, the target class of each row.
         ignore_index: Rows with this target have no loss.
-        z_loss: Adds so much times the squared log-sum-exp of each row's logits, which keeps them from drifting.
-        softcap: Bend logits to ``softcap * tanh(logit / softcap)``.
-        round_logits: Round logits to the type of the products, as a head does: bfloat16 moves each by up to a 512th of
-            itself, and a row's loss by up to a 256th of its largest; products in float32 have nothing to round. False
-            keeps logits in float32, for more memory and traffic.
-        reduction: The mean over rows that are not ignored (not a number if all are), their sum, or each row's loss.
-            With ``"none"`` backward computes the logits a second time.
-        chunk: Rows whose logits' gradient is in memory at a time. Rounded logits are where their gradient will be;
-            float32 ones are there for an eighth of the rows, but no less than 512. ``"auto"`` takes a quarter of all
-            rows, no less than 2048 and no more than 4096 or an eighth, whichever is more, in chunks of equal length. In
-            bfloat16 on a GPU that is 2 bytes for each logit of a chunk (if they are float32 2.5, or 3 of a chunk of
-            2048), and 4 for each element of the weight, in place of the usual 2 for each logit of all and 2 for each
-            element; all rows are one chunk where that takes no more. Elsewhere than on a GPU a chunk's logits are 64
-            MiB at most.
-        backend: ``"chunked"`` is ours, and what ``"auto"`` means: torch's sums the weight's gradient in bfloat16 unless
-            told otherwise, and knows neither z-loss nor softcap. ``"torch"`` is ``F.linear_cross_entropy`` in its
-            accurate policy, where this torch has it, whose logits are float32: of halves, ask for
+        z_loss: The factor of the squared log-sum-exp of each row's logits that is added to the loss, against drift.
+        softcap: Logits become ``softcap * tanh(logit / softcap)``.
+        round_logits: Round logits to the dtype of the products, as a head does. bfloat16 changes each by up to a 512th
+            of itself, and a row's loss by up to a 256th of its largest logit; float32 products do not round. False
+            keeps logits in float32, which needs more memory and bandwidth.
+        reduction: ``"mean"`` over rows that are not ignored (NaN if all are), ``"sum"``, or ``"none"``: each row's
+            loss. With ``"none"`` backward computes the logits a second time.
+        chunk: The number of rows whose logits' gradient is in memory at a time. Rounded logits are replaced by their
+            gradient; float32 logits exist for an eighth of the rows, but at least 512. ``"auto"`` takes a quarter of
+            all rows, but at least 2048 and at most 4096 or an eighth, whichever is more, in chunks of equal length. In
+            bfloat16 on a GPU, a chunk takes 2 bytes per logit (2.5 with float32 logits, or 3 in a chunk of 2048), plus
+            4 per element of the weight, instead of 2 per logit of all rows and 2 per element; all rows are one chunk if
+            that takes no more. On other devices, a chunk's logits take at most 64 MiB.
+        backend: ``"chunked"`` is this implementation, and the meaning of ``"auto"``: torch's sums the weight's gradient
+            in bfloat16 by default, and has neither z-loss nor softcap. ``"torch"`` is ``F.linear_cross_entropy`` in its
+            accurate policy, if this torch has it, with float32 logits: for half-precision inputs, set
             ``round_logits=False``. ``"reference"`` has all logits in memory.
 
     Raises:
-        ValueError: If the tensors do not fit together, or the backend cannot do what is asked.
-        TypeError: If the weight is sharded, the targets are no whole numbers, or ``z_loss`` or ``softcap`` is a tensor.
+        ValueError: If shapes do not match, or the backend does not support the arguments.
+        TypeError: If the weight is sharded, the targets are not integers, or ``z_loss`` or ``softcap`` is a tensor.
     """
     _validate(hidden, weight, targets, reduction=reduction, chunk=chunk, backend=backend)
     _validate_numbers(z_loss=z_loss, softcap=softcap)
-    targets = targets.long()  # a byte of 156 would be equal to -100
+    targets = targets.long()  # in uint8, 156 would equal -100
     if backend == "reference":
         return reference_linear_cross_entropy(
             hidden,
@@ -112,7 +111,7 @@ def linear_cross_entropy(
         return _by_torch(hidden, weight, targets, ignore_index, z_loss, softcap, round_logits, reduction, chunk)
     hidden_ND, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     grad = torch.is_grad_enabled()
-    # Tensors inside vmap do not say whether the tensors behind them require a gradient.
+    # Tensors inside vmap do not show whether the tensors behind them require a gradient.
     batched = not torch.compiler.is_compiling() and in_torch_func()
     loss = linear_cross_entropy_forward(
         hidden_ND,
@@ -142,7 +141,7 @@ def reference_linear_cross_entropy(
     round_logits: bool = True,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Return the loss with all logits in memory, in float32 at least: the specification."""
+    """Return the loss with all logits in memory, at least in float32: the specification."""
     precise = torch.promote_types(hidden.dtype, torch.float32)
     with without_autocast(hidden.device.type):
         logits_NV = F.linear(hidden.to(precise).reshape(-1, hidden.shape[-1]), weight.to(precise))
@@ -153,7 +152,7 @@ def reference_linear_cross_entropy(
     targets_N = targets.long().reshape(-1)
     loss_N = F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="none")
     valid_N = targets_N != ignore_index
-    # Chosen and not multiplied: so a row that is ignored has no gradient even where the mean is not a number.
+    # Selected, not multiplied: an ignored row has no gradient even if the mean is NaN.
     loss_N = torch.where(valid_N, loss_N + z_loss * logits_NV.logsumexp(-1).square(), 0.0)
     if reduction == "none":
         return loss_N.view(targets.shape)
@@ -174,7 +173,7 @@ def _forward(
     want_hidden: bool,
     want_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss, and, except with reduction "none", the gradients that are wanted, times `_lift`."""
+    """Return the loss and, except with reduction "none", the required gradients, times `_lift`."""
     valid_N = targets != ignore_index
     count = valid_N.sum().to(torch.promote_types(dtype, torch.float32))
     lift = _lift(hidden, weight, dtype, reduction)
@@ -203,7 +202,7 @@ def _backward(
     want_hidden: bool,
     want_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden states and weight, of the losses of single rows."""
+    """Return the gradients of hidden states and weight, given those of each row's loss."""
     per_row = torch.where(targets != ignore_index, grad_loss, 0.0)
     settings = Settings(z_loss, softcap)
     found = _chunks(hidden, weight, targets, per_row, settings, chunk, dtype, round_logits, (want_hidden, want_weight))
@@ -245,12 +244,12 @@ def _chunks(
             if grad_CV is not None and total is not None:
                 total.add(grad_CV, hidden_ND[rows])
             del grad_CV
-        del memory  # before the sum is copied into the weight's type
+        del memory  # before the sum is copied to the weight's dtype
     return _Losses(loss_N, grad_hidden, weight.new_empty(0) if total is None else total.take())
 
 
 class _Memory:
-    """What a chunk's logits and their gradient are in, one chunk after another."""
+    """The memory of a chunk's logits and their gradient, reused for each chunk."""
 
     def __init__(
         self, rows: int, weight_VD: Tensor, rounded_to: torch.dtype, precise: torch.dtype, *, gradient: bool
@@ -275,7 +274,7 @@ class _Memory:
 
     @property
     def nbytes(self) -> int:
-        """How much it is."""
+        """The size of this memory."""
         parts = (self._gradient, self._logits)
         return sum(part.untyped_storage().nbytes() for part in parts if part is not None)
 
@@ -288,38 +287,38 @@ class _Memory:
         loss_C: Tensor,
         settings: Settings,
     ) -> Tensor | None:
-        """Write the losses; return the gradient of the logits, times ``per_row_C``, if one is wanted."""
+        """Write the losses; return the gradient of the logits, times ``per_row_C``, if required."""
         for rows in _slices(len(hidden_CD), self._rows_at_once):
             gradient = None if self._gradient is None else self._gradient[rows]
             logits = self._logits[: len(hidden_CD[rows])] if self._logits is not None else gradient
             assert logits is not None
             product(hidden_CD[rows], weight_VD.t(), dtype=logits.dtype, out=logits)
-            if self._rounded_to.itemsize < logits.dtype.itemsize:  # a CPU, which computes halves in float32
+            if self._rounded_to.itemsize < logits.dtype.itemsize:  # a CPU computes halves in float32
                 logits.copy_(logits.to(self._rounded_to))
             self._step(logits, gradient, targets_C[rows], per_row_C[rows], loss_C[rows], settings)
         return None if self._gradient is None else self._gradient[: len(hidden_CD)]
 
 
 def _lift(hidden: Tensor, weight: Tensor, dtype: torch.dtype, reduction: str) -> int:
-    # A mean's gradients are too small for float16, and what scales the loss comes in backward: so they stay as large as
-    # a sum's until then. Not in weights of float16, where a sum over rows is soon too large.
+    # A mean's gradients are too small for float16, and the loss scale is only known in backward: until then they are as
+    # large as a sum's. Not for float16 weights, whose sum over rows soon overflows.
     low = dtype == torch.float16 != weight.dtype
     return hidden.shape[0] + 1 if reduction == "mean" and low else 1
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # CPUs cannot sum products of halves in float32, so there they are widened after rounding.
+    # CPUs cannot accumulate products of halves in float32, so they are converted after rounding.
     tensor = tensor.to(dtype)
     return tensor if tensor.is_cuda else tensor.to(torch.promote_types(dtype, torch.float32))
 
 
 def auto_rows(num_rows: int, weight: Tensor, *, dtype: torch.dtype) -> int:
-    """Return the rows of a chunk that ``chunk="auto"`` takes, for products of ``dtype``."""
+    """Return the rows of a chunk for ``chunk="auto"``, with products in ``dtype``."""
     vocab, dim = weight.shape
     most = max(min(num_rows // 4, _MOST_ROWS), num_rows // 8, _LEAST_ROWS)
     if not weight.is_cuda:
         most = min(most, max(_ELEMENTS_ELSEWHERE // vocab, 1))
-    # One chunk needs no sum in float32 besides the result. It is more logits.
+    # One chunk needs no float32 sum besides the result, but more logits.
     sum_in_logits = dim * (torch.promote_types(dtype, torch.float32).itemsize - weight.dtype.itemsize) // dtype.itemsize
     if weight.is_cuda and num_rows - most <= sum_in_logits:
         most = max(num_rows, 1)
@@ -408,7 +407,7 @@ def _saved_once(ctx: Any) -> tuple[Tensor, ...]:
         if "modified by an inplace operation" not in str(error):
             raise
         saved = None
-    # Autograd itself would not notice where hooks on saved tensors give back the ones that were scaled.
+    # Autograd itself does not notice if saved-tensor hooks return the scaled tensors.
     if saved is None or any(not ctx.scaled.isdisjoint(_memory_of(tensor)) for tensor in saved):
         raise RuntimeError(
             "linear_cross_entropy was differentiated twice."
@@ -424,8 +423,8 @@ def _memory_of(tensor: Tensor) -> set[object]:
 
 
 def _scaled(ctx: Any, saved: Tensor, grad: Tensor) -> Tensor:
-    # In place where nobody traces; a compiled backward does as well by itself. Not by a tensor without dimensions: it
-    # would be rounded to the gradient's type first.
+    # In place unless traced; a compiled backward does the same by itself. Not with a 0-dim tensor, which would first be
+    # rounded to the gradient's dtype.
     if type(saved) is not Tensor or type(grad) is not Tensor:
         return saved * grad
     ctx.scaled.update(_memory_of(saved))

@@ -1,7 +1,7 @@
-"""What a reduce-scatter reads: the gradients of a group, each cut into a part for every rank, in the reduction's type.
+"""The input of a reduce-scatter: the gradients of a group, each split into a part per rank, in the reduction's dtype.
 
-torch puts them together at less than half of what memory allows, while nothing else runs. One kernel for each gradient
-reads and writes whole vectors here; what it gained is in docs/log.md.
+torch copies them together at less than half the memory bandwidth, while nothing else runs. Here one kernel per gradient
+reads and writes full vectors; the gain is in docs/log.md.
 """
 # ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false
@@ -21,13 +21,13 @@ __all__ = ["put_together"]
 
 CHUNK, BLOCK, WARPS = 16384, 4096, 8
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-LEAST = 2**20  # elements in all: below, torch's one kernel for all of them takes less of the host's time
+LEAST = 2**20  # elements in all: below, torch's single kernel needs less host time
 
 
 def put_together(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> bool:
-    """Write ``gradients`` into ``out`` as a reduction over ``world_size`` ranks reads them, or return that it cannot.
+    """Write ``gradients`` into ``out`` as a reduction over ``world_size`` ranks reads them; return whether it could.
 
-    It can where all are contiguous on a GPU with Triton, and even parts of whole rows fall to each rank.
+    It can if all are contiguous on a GPU with Triton, and each rank gets an equal number of whole rows.
     """
     if not (_can(gradients, out, world_size) and _compiles(out.device)):
         return False
@@ -52,7 +52,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 @cache
 def _compiles(device: torch.device) -> bool:
-    """Return whether the kernel can be compiled: Triton wants a C compiler, and torch does not."""
+    """Return whether the kernel can be compiled: Triton needs a C compiler, and torch does not."""
     try:
         launch([torch.zeros(32, device=device)], torch.empty(32, device=device), 1)
     except Exception as error:  # noqa: BLE001 (whatever a compiler and its driver raise)
@@ -64,7 +64,7 @@ def _compiles(device: torch.device) -> bool:
 
 
 def launch(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> None:
-    """Do what `copy_together` does, by one kernel for each gradient."""
+    """Do the same as `copy_together`, with one kernel per gradient."""
     rows, start = out.view(world_size, -1), 0
     with launching_on(out.device):
         for gradient in gradients:

@@ -1,4 +1,4 @@
-"""The gradient of a weight as a sum of products in float32, in no more memory than the sum itself."""
+"""The gradient of a weight as a float32 sum of products, in no more memory than the sum itself."""
 # ruff: noqa: N803 (shape suffixes are capitals)
 
 import torch
@@ -13,17 +13,17 @@ _ROWS_AT_FIRST = 1024
 
 
 class WeightGradient:
-    """A sum over chunks of rows, in ``precise``; the result is of the weight's type.
+    """A sum over chunks of rows in ``precise``, returned in the weight's dtype.
 
-    Where the weight is in halves and there are several chunks, the sum takes twice the result's memory, and both are
-    there while the one becomes the other. With ``lean`` they are not: the first half is summed in the result's own
-    memory, and is made narrow there.
+    If the weight is in half precision and there are several chunks, the sum takes twice the result's memory, and both
+    exist during the conversion. With ``lean`` they do not: the first half is summed in the result's own memory, and
+    converted there.
 
     Args:
-        weight: What the gradient is of.
-        precise: The type to sum in.
-        once: There is one chunk, so that nothing is summed here.
-        lean: Have no memory for the result besides the sum's. Each chunk is then two products.
+        weight: The weight.
+        precise: The dtype of the sum.
+        once: There is one chunk, so nothing is summed here.
+        lean: Use no memory besides that of the sum. Each chunk then needs two products.
     """
 
     def __init__(self, weight: Tensor, precise: torch.dtype, *, once: bool = False, lean: bool = False) -> None:
@@ -52,7 +52,7 @@ class WeightGradient:
         self._empty = False
 
     def take(self) -> Tensor:
-        """Return the result; the sum is gone."""
+        """Return the result; the sum is freed."""
         parts, self._parts = self._parts, []
         if self._empty:
             for part in parts:
@@ -65,11 +65,11 @@ class WeightGradient:
 
 
 def _narrow(wide: Tensor, result: Tensor) -> None:
-    """Copy ``wide`` into the first rows of ``result``, in whose memory it lies, in half its width.
+    """Copy ``wide`` into the first rows of ``result``, in whose memory it is, at half the width.
 
-    A row goes to where a row of half its number lay. So rows from n to 2n go to where rows from n/2 to n were, which
-    have gone before: no copy reads what it or one before it has written, except the first, which goes by memory of
-    its own.
+    A row moves to the place of the row with half its index. So rows n to 2n move to where rows n/2 to n were, which
+    have moved before: no copy reads what it or an earlier one has written, except the first, which uses a separate
+    buffer.
     """
     done = min(len(wide), _ROWS_AT_FIRST)
     result[:done].copy_(wide[:done].to(result.dtype))

@@ -30,29 +30,29 @@ def attention(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return attention [batch, seq, heads, dim]; `reference.reference_attention` is its specification.
+    """Return attention [batch, seq, heads, dim], as specified by `reference.reference_attention`.
 
-    The layout is that of a projection's output with its last axis split into heads, so nothing is copied on the way
-    in, not even for views of one fused product of queries, keys and values, and ``flatten(2)`` of the result is the
-    next projection's input. Under autocast the tensors are cast as torch's own attention casts them.
+    The layout is that of a projection's output with its last axis split into heads. Inputs are not copied, even if they
+    are views of one fused product of queries, keys and values, and ``flatten(2)`` of the result is the input of the
+    next projection. Under autocast, the tensors are cast as torch's own attention casts them.
 
     Args:
         q: Queries [batch, seq, heads, dim].
         k: Keys [batch, keys, kv heads, dim]; the query heads are a multiple of the kv heads and share them in
             order.
         v: Values [batch, keys, kv heads, dim].
-        causal: A query sees no later key.
-        window: A query sees only keys less than so many positions away; with ``causal``, the last ``window`` keys
-            with its own among them.
+        causal: Whether a query sees no later key.
+        window: A query sees only keys less than this many positions away; with ``causal``, the last ``window`` keys
+            including its own.
         documents: A query sees only keys of its own document.
-        softcap: Bend scores to ``softcap * tanh(score / softcap)``; None or 0 leaves them.
-        scale: Factor of the scores, above 0; ``dim ** -0.5`` if None.
-        backend: The kernel. A named one does it or raises; ``"auto"`` takes the fastest of those that can
+        softcap: Scores become ``softcap * tanh(score / softcap)``; None or 0: unchanged.
+        scale: Factor of the scores, above 0; None: ``dim ** -0.5``.
+        backend: The kernel. A named one is used or raises; ``"auto"`` is the fastest one that supports the call
             (`lightning_ups.kernels.attention.auto`).
 
     Raises:
-        ValueError: If the tensors do not fit together, or the backend cannot do what is asked.
-        TypeError: If documents are bare ids, scale or softcap is a tensor, or the tensors differ in type or device.
+        ValueError: If shapes do not match, or the backend does not support the call.
+        TypeError: If documents are bare ids, scale or softcap is a tensor, or the tensors differ in dtype or device.
         ModuleNotFoundError: If the backend's package is missing.
         ImportError: If the backend's package cannot be loaded.
 
@@ -72,7 +72,7 @@ def attention(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     cu_seqlens = None if documents is None else documents.cu_seqlens
     max_seqlen = q.shape[1] if documents is None else documents.max_seqlen
-    if q.device.type == "meta" and backend in get_args(Backend):  # nothing is computed, and every kernel counts alike
+    if q.device.type == "meta" and backend in get_args(Backend):  # nothing is computed, and all kernels count the same
         return attention_forward(
             q, k, v, cu_seqlens, max_seqlen, causal, window or 0, float(softcap or 0), float(factor), "eager"
         )[0]
@@ -97,7 +97,7 @@ def attention(
 
 @torch.compiler.assume_constant_result
 def checked(backend: KernelName, kind: tuple[Any, ...]) -> KernelName:
-    """Return ``backend``, known to be able to do ``kind``, a `Kind`; in a compiled function it is a constant."""
+    """Return ``backend``, checked to support ``kind``, a `Kind`; a constant in compiled functions."""
     if backend not in BACKENDS or (backend, kind) not in _checked:  # a list of backends has no hash
         check(backend, Kind(*kind))
         _checked.add((backend, kind))
@@ -108,7 +108,7 @@ _checked: set[tuple[str, tuple[Any, ...]]] = set()
 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return ``tensors`` in autocast's type where it is on, as torch's own attention takes them."""
+    """Return ``tensors`` in autocast's dtype if it is on, as in torch's own attention."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -120,10 +120,10 @@ def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with a dense last axis, which is all that every kernel wants of the layout."""
+    """Return ``tensor`` with a dense last axis, the only layout that kernels require."""
     if tensor.dim() == 0 or tensor.stride(-1) == 1:
         return tensor
-    # Of a single element `contiguous` would leave the stride, which torch looks at.
+    # For a single element, `contiguous` would keep the stride, which torch checks.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,14 +1,14 @@
-"""Which backend `auto` means: the fastest by measurement on this hardware, or a stated rule on hardware not measured.
+"""Chooses the backend for `auto`: the fastest in measurements of this hardware, otherwise by a fixed order.
 
-`benchmarks/attention.py` measures a device and writes ``measured/DEVICE.json``; a table holds for every device of the
-same compute capability, its own device's first. From its rows `expected.py` tells how long each backend will take for
-another shape; the fastest of those that can do what is asked is chosen. Windows and documents count by the pairs that
-are seen, and as rows of their length; documents as if they were equally long. What the host takes to issue a call
-counts, but not in what `torch.compile` records as CUDA graphs.
+`benchmarks/attention.py` measures a device and writes ``measured/DEVICE.json``. A table applies to all devices of its
+compute capability, preferably to its own device. `expected.py` estimates the time of each backend for other shapes from
+its rows; the fastest backend that supports the call is chosen. Windows and documents count by visible pairs, and as
+rows of their length; documents as if they had equal lengths. The host's time to launch a call counts, except in CUDA
+graphs of `torch.compile`.
 
-Where no table holds: on CPU flash, math, reference; on compute capability 9 and 10 cudnn, fa4, flash, flex,
-efficient, math, reference; on other CUDA devices flash, cudnn, efficient, flex, math, reference; elsewhere math,
-reference. The first that can do what is asked is chosen.
+Without a table, the first that supports the call is chosen. On CPU: flash, math, reference; on compute capability 9 and
+10: cudnn, fa4, flash, flex, efficient, math, reference; on other CUDA devices: flash, cudnn, efficient, flex, math,
+reference; elsewhere: math, reference.
 """
 
 import logging
@@ -40,16 +40,16 @@ _RULED = "first of the rule for hardware not measured that can do it"
 
 
 class Choice(NamedTuple):
-    """A backend, and why that one."""
+    """A backend, and the reason for it."""
 
     backend: KernelName
     why: str
 
 
 class Extent(NamedTuple):
-    """How long the rows are, and how many pairs of a query and a key there are, over all rows and heads.
+    """The length of the rows, and the number of pairs of a query and a key, over all rows and heads.
 
-    Causal pairs are counted as if all were seen.
+    Causal pairs are counted as if all were visible.
     """
 
     length: int
@@ -65,18 +65,18 @@ def choose(
     window: int | None = None,
     documents: int | None = None,
 ) -> KernelName:
-    """Return the backend for ``batch`` rows of ``seq`` queries; inside a compiled function it is a constant.
+    """Return the backend for ``batch`` rows of ``seq`` queries; a constant in compiled functions.
 
     Args:
-        kind: What is asked for.
-        batch: Rows.
-        seq: Queries of a row.
-        keys: Keys of a row, where there are not as many.
-        window: Only keys less than so many positions away are seen.
-        documents: How many documents there are in all rows.
+        kind: The kind of request.
+        batch: Number of rows.
+        seq: Queries per row.
+        keys: Keys per row, if their number differs.
+        window: Only keys less than this many positions away are visible.
+        documents: Number of documents in all rows.
 
     Raises:
-        ValueError: If no backend can do it.
+        ValueError: If no backend supports it.
     """
     told = tuple(kind)
     low, high = _everywhere(told)
@@ -100,7 +100,7 @@ def extent(
     window: int | None = None,
     documents: int | None = None,
 ) -> Extent:
-    """Return what a request's time hangs on beside its kind; see `choose`."""
+    """Return the sizes that a request's time depends on, besides its kind; see `choose`."""
     rows, length = (batch, seq) if documents is None else (documents, batch * seq // documents)
     if not kind.square and keys is not None:
         return Extent(keys, rows * kind.heads * length * keys)
@@ -113,16 +113,16 @@ Decisions = dict[tuple[Any, ...], dict[str, Any]]
 
 
 def decisions() -> list[dict[str, Any]]:
-    """Return what was chosen by now in this process."""
+    """Return the choices made so far in this process."""
     return [dict(decision) for decision in _DECIDED.values()]
 
 
 @contextmanager
 def recorded_decisions(on_growth: Callable[[], None] = lambda: None) -> Iterator[Decisions]:
-    """Yield a record of what this thread chooses while the context is open, whether or not it was chosen before.
+    """Yield a record of this thread's choices while the context is open, including repeated ones.
 
     Args:
-        on_growth: Called when it has grown.
+        on_growth: Called when the record has grown.
     """
     record = _Record({}, on_growth)
     with _RECORDS.holding(record):
@@ -139,7 +139,7 @@ _RECORDS: ThreadStack[_Record] = ThreadStack()
 
 
 def _cell(value: int, edges: Sequence[int]) -> int:
-    # By comparisons alone: `value` may be symbolic, and must not become a constant.
+    # Only by comparisons: `value` may be symbolic, and must not become a constant.
     low, high = 0, len(edges)
     while low < high:
         middle = (low + high) // 2
@@ -193,10 +193,10 @@ def _decided(kind: Kind, backend: KernelName, *, replayed: bool) -> dict[str, An
 
 
 def decide(kind: Kind, *, length: float, pairs: float) -> Choice:
-    """Return the backend for an `Extent`, and the reason for it; `choose` is up to 3 % coarser.
+    """Return the backend for an `Extent`, and the reason; `choose` is up to 3 % coarser.
 
     Raises:
-        ValueError: If no backend can do it.
+        ValueError: If no backend supports it.
     """
     capable = _capable(kind)
     if table := _measured(kind, capable):
@@ -210,11 +210,11 @@ def regions(kind: Kind, *, replayed: bool = False) -> Regions:
     """Return the choices for all lengths and numbers of pairs.
 
     Args:
-        kind: What is asked for.
-        replayed: Whether CUDA graphs replay it, so that no host issues it.
+        kind: The kind of request.
+        replayed: Whether CUDA graphs replay it, so that host time does not count.
 
     Raises:
-        ValueError: If no backend can do it.
+        ValueError: If no backend supports it.
     """
     capable = _capable(kind)
     if _measured(kind, capable):
@@ -223,13 +223,13 @@ def regions(kind: Kind, *, replayed: bool = False) -> Regions:
 
 
 def expected_of(table: Table, *, trains: bool, replayed: bool = False) -> Expected:
-    """Return the times that ``table`` lets expect, the host's left out where CUDA graphs replay a call."""
+    """Return the times expected from ``table``, without host time if CUDA graphs replay a call."""
     host = table.host.get("training" if trains else "forward")
     return Expected(table.rows, trains=trains, host=host, replayed=replayed)
 
 
 def regions_of(expected: Expected, kind: Kind, *, among: Sequence[KernelName]) -> Regions:
-    """Return the choices from ``among`` by ``expected`` times."""
+    """Return the choices among the backends ``among`` by ``expected`` times."""
     return find_regions(lambda length: expected.line(_point(kind, length, length**2), among=among))
 
 

@@ -1,4 +1,4 @@
-"""Where the documents of a packed batch lie, in both forms that kernels ask for."""
+"""Document boundaries of a packed batch, in the two forms that kernels need."""
 
 from dataclasses import dataclass
 
@@ -8,19 +8,19 @@ from torch import Tensor
 __all__ = ["Documents"]
 
 
-@dataclass(eq=False)  # not frozen: Lightning's precisions, which convert batches, would refuse it
+@dataclass(eq=False)  # not frozen: Lightning's precisions, which convert batches, could not modify it
 class Documents:
-    """The documents of a packed batch: a token sees the tokens of its own document only.
+    """The documents of a packed batch: a token sees only tokens of its own document.
 
-    Make it where the batch is made, on the CPU (`from_ids`, `from_cu_seqlens`): finding the boundaries on a GPU waits
-    for it. Data loaders pin it and Lightning moves it as they do a tensor, and all layers share it.
+    Create it with the batch, on the CPU (`from_ids`, `from_cu_seqlens`): finding the boundaries on a GPU synchronizes.
+    Data loaders pin it and Lightning moves it like a tensor, and all layers share it.
 
     Args:
-        ids: [batch, seq] int32, the number of each token's document, growing by one from document to document.
-        cu_seqlens: [documents + 1] int32, where each document starts in the batch's tokens laid end to end, and the
-            end of the last.
+        ids: [batch, seq] int32, the index of each token's document, increasing by one from document to document.
+        cu_seqlens: [documents + 1] int32, the start of each document in the concatenated rows of the batch, and the end
+            of the last.
         max_seqlen: An upper bound of the documents' lengths, rounded up to a power of two, so that a compiled function
-            meets few different values.
+            sees few different values.
     """
 
     ids: Tensor
@@ -29,10 +29,10 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids: Tensor) -> "Documents":
-        """Make it from ``ids`` [batch, seq]: a document is a run of equal numbers in one row.
+        """Create it from ``ids`` [batch, seq]: a document is a run of equal numbers in one row.
 
         Raises:
-            TypeError: If ``ids`` is no tensor.
+            TypeError: If ``ids`` is not a tensor.
             ValueError: If ``ids`` is not [batch, seq].
         """
         _check_tensor("ids", ids, floats=True)
@@ -49,11 +49,12 @@ class Documents:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, *, batch: int, seq: int) -> "Documents":
-        """Make it from ``cu_seqlens`` [documents + 1], boundaries in ``batch * seq`` tokens laid end to end.
+        """Create it from ``cu_seqlens`` [documents + 1], boundaries in the concatenated rows of ``batch * seq`` tokens.
 
         Raises:
-            TypeError: If ``cu_seqlens`` is no tensor of whole numbers.
-            ValueError: If the boundaries do not rise from 0 to ``batch * seq``, or a document crosses a row's end.
+            TypeError: If ``cu_seqlens`` is not an integer tensor.
+            ValueError: If the boundaries do not increase from 0 to ``batch * seq``, or a document crosses the end of a
+                row.
         """
         _check_tensor("cu_seqlens", cu_seqlens)
         if cu_seqlens.dim() != 1 or not len(cu_seqlens):
@@ -62,7 +63,7 @@ class Documents:
                 " They are one row of boundaries, [documents + 1], in the rows of the batch laid end to end."
                 " Lay those of single rows end to end: add to each what lies before its row."
             )
-        cu_seqlens = cu_seqlens.long()  # what indexes; bytes would be a mask
+        cu_seqlens = cu_seqlens.long()  # an index; uint8 would be a mask
         starts = torch.zeros(batch * seq + 1, dtype=torch.bool, device=cu_seqlens.device)
         starts[cu_seqlens.clamp(0, batch * seq)] = True
         rows = torch.arange(batch + 1, device=cu_seqlens.device) * seq
@@ -84,12 +85,12 @@ class Documents:
         return cls(ids.to(torch.int32), cu_seqlens.to(torch.int32), bound)
 
     def to(self, *args: object, **kwargs: object) -> "Documents":
-        """Return it on another device; takes what ``Tensor.to`` takes."""
+        """Return a copy on another device; accepts the arguments of ``Tensor.to``."""
         move = torch.Tensor.to
         return Documents(move(self.ids, *args, **kwargs), move(self.cu_seqlens, *args, **kwargs), self.max_seqlen)  # type: ignore[arg-type]
 
     def pin_memory(self) -> "Documents":
-        """Return it in pinned memory, from which it moves to a GPU without waiting."""
+        """Return a copy in pinned memory, from which it moves to a GPU without synchronizing."""
         return Documents(self.ids.pin_memory(), self.cu_seqlens.pin_memory(), self.max_seqlen)
 
 

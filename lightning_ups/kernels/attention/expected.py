@@ -1,13 +1,13 @@
-"""How long each backend is expected to take for a shape, from the shapes that were measured.
+"""Estimates the time of each backend for a shape from measured shapes.
 
-A backend's time is its work over its speed, and never less than the time that its host needs. The speed is that of
-the measured shapes nearby, their logarithms weighted by closeness: it hangs on the width of heads, on the length, on
-how many heads and rows keep the device busy, and hardly on how heads share keys. What a measured shape took beside
-what is expected of it counts for its close neighbours.
+A backend's time is its work divided by its speed, but at least the time that its host needs. The speed is a weighted
+geometric mean over nearby measured shapes: it depends on the head dimension, the length, and on how many heads and rows
+fill the device, and hardly on how heads share keys. The ratio of a shape's measured time to its estimate also corrects
+its close neighbors.
 
-A table that says what the hosts need has the device's times alone. In one that does not, the host is seen where a row's
-time tells of it, and not of the speed: the same width of heads ran much faster with more to do at no greater length.
-The upper quartile of such times is the host's: a host that has other work too is late rather than early.
+A table with host times has pure device times. Without host times, they are inferred from rows whose time is independent
+of the work: the same head dimension ran much faster with more work of no greater length. The upper quartile of such
+times is the host's, because in training the host has other work, too.
 """
 
 import math
@@ -19,23 +19,23 @@ from lightning_ups.kernels.attention.table import Row
 
 __all__ = ["Expected", "Point", "point_of"]
 
-# Distances are in octaves of length. One in another respect is as far as so many of length:
+# Distances are in octaves of length. A difference of one in another property counts as this many octaves:
 _WIDTH, _COUNT, _GROUPING, _MASK = 4.0, 0.5, 0.25, 1.5
-_LATE = 1.25  # a row that is slower than this, beside one with more work, waited for its host
-_LATE_ROWS = 3  # so many must have waited, to tell host time from a slow shape
-_NEIGHBOUR = 0.25  # a neighbour is nearer
-_ROUNDED = 1e-3  # so that what was measured at the very place does not weigh infinitely
+_LATE = 1.25  # a row with more time per work than one with more work, by this factor, waited for its host
+_LATE_ROWS = 3  # this many must have waited, to distinguish host time from a slow shape
+_NEAR = 0.25  # the distance of close neighbors
+_ROUNDED = 1e-3  # keeps the weight of a measured shape itself finite
 
 
 class Point(NamedTuple):
-    """A shape as times depend on it.
+    """The properties of a shape that times depend on.
 
     Args:
-        head_dim: Width of a head.
-        grouping: Query heads to one head of keys.
-        causal: No key after the query is seen.
-        length: Of rows, or of documents.
-        pairs: Of a query and a key, over all rows and heads; causal ones are counted as if all were seen.
+        head_dim: The head dimension.
+        grouping: The number of query heads per head of keys.
+        causal: Whether keys after the query are hidden.
+        length: The length of rows, or of documents.
+        pairs: The number of query-key pairs, over all rows and heads; causal ones as if all were visible.
     """
 
     head_dim: int
@@ -46,23 +46,23 @@ class Point(NamedTuple):
 
     @property
     def work(self) -> float:
-        """What the time is proportional to."""
+        """The work, to which the time is proportional."""
         return self.pairs * self.head_dim * (0.5 if self.causal else 1.0)
 
 
 def point_of(row: Row) -> Point:
-    """Return where a measured shape lies."""
+    """Return the point of a measured shape."""
     pairs = row.batch * row.heads * row.seq**2
     return Point(row.head_dim, row.heads / row.kv_heads, row.causal, row.seq, pairs)
 
 
 class _Place(NamedTuple):
-    # In octaves of length: how far two shapes are from each other is the length of their difference.
+    # In octaves of length: the distance of two shapes is the norm of their difference.
     length: float
     width: float
     grouping: float
     mask: float
-    filling: float  # by rows x heads
+    filling: float  # of the device, by rows x heads
 
 
 def _place(point: Point) -> _Place:
@@ -95,22 +95,22 @@ class _Backend:
         self.every = every
         self._slowness = [(one, math.log(one.time / one.work)) for one in self.quick]
         alone = [self._alone(one.place)(one.place.filling, one.work) for one in every]
-        # By which factor each took longer than is expected of it, as a logarithm.
-        self.beside = [math.log(one.time / time) for one, time in zip(every, alone, strict=True)]
+        # The logarithm of measured time over estimated time.
+        self.excess = [math.log(one.time / time) for one, time in zip(every, alone, strict=True)]
 
     def line(self, place: _Place) -> Callable[[float, float], float]:
-        """Return what maps the place's count, which may vary, and the work to the milliseconds expected."""
+        """Return a function from the filling at ``place``, which may vary, and the work to expected milliseconds."""
         alone = self._alone(place)
-        neighbours = [
-            (square, one.place.filling, beside)
-            for one, beside in zip(self.every, self.beside, strict=True)
-            if (square := _square(one.place, place)) < _NEIGHBOUR**2
+        neighbors = [
+            (square, one.place.filling, excess)
+            for one, excess in zip(self.every, self.excess, strict=True)
+            if (square := _square(one.place, place)) < _NEAR**2
         ]
 
         def milliseconds(count: float, work: float) -> float:
-            near = [max(1 - math.sqrt(square + (count - c) ** 2) / _NEIGHBOUR, 0.0) for square, c, _ in neighbours]
-            beside = sum(weight * more for weight, (_, _, more) in zip(near, neighbours, strict=True))
-            return alone(count, work) * math.exp(beside / max(sum(near), 1.0))
+            near = [max(1 - math.sqrt(square + (count - c) ** 2) / _NEAR, 0.0) for square, c, _ in neighbors]
+            excess = sum(weight * more for weight, (_, _, more) in zip(near, neighbors, strict=True))
+            return alone(count, work) * math.exp(excess / max(sum(near), 1.0))
 
         return milliseconds
 
@@ -128,7 +128,7 @@ class _Backend:
         return milliseconds
 
     def closeness(self, place: _Place) -> float:
-        """Return how much of what was measured is near."""
+        """Return a measure of how close measured shapes are."""
         squares = (_square(one.place, place) + (one.place.filling - place.filling) ** 2 for one in self.every)
         return sum((square + _ROUNDED) ** -1.5 for square in squares)
 
@@ -144,7 +144,7 @@ def _waited(point: Point, time: float, rows: Sequence[tuple[Point, float]]) -> b
 
 
 def _square(one: _Place, other: _Place) -> float:
-    # Of the distance but for the count.
+    # Distance without the filling.
     return (
         (one.length - other.length) ** 2
         + (one.width - other.width) ** 2
@@ -156,8 +156,8 @@ def _square(one: _Place, other: _Place) -> float:
 class Expected:
     """The expected times of all backends in ``rows``, with gradients (``trains``) or without.
 
-    A row that was measured with gradients only counts for both. ``host`` has the milliseconds that the host of each
-    backend needs, where they were measured. None of them counts for what is ``replayed`` by CUDA graphs.
+    A row that was only measured with gradients counts for both. ``host`` has the milliseconds that the host of each
+    backend needs, if they were measured. They do not count for calls ``replayed`` by CUDA graphs.
     """
 
     def __init__(
@@ -176,22 +176,22 @@ class Expected:
 
     @property
     def host(self) -> dict[KernelName, float]:
-        """The milliseconds that each backend's host needs, or 0 where no row tells of them."""
+        """The milliseconds that each backend's host needs, or 0 if unknown."""
         return {name: backend.host for name, backend in self._backends.items()}
 
     def milliseconds(self, point: Point, *, among: Sequence[KernelName] = BACKENDS) -> dict[KernelName, float]:
-        """Return the time of each backend of ``among`` that was measured at shapes nearby."""
+        """Return the time of each backend of ``among`` that was measured at nearby shapes."""
         return self.line(point, among=among)(point.pairs)
 
     def line(
         self, point: Point, *, among: Sequence[KernelName] = BACKENDS
     ) -> Callable[[float], dict[KernelName, float]]:
-        """Return what maps numbers of pairs, in the place of the point's, to `milliseconds`."""
+        """Return a function that maps numbers of pairs, at the position of the point, to `milliseconds`."""
         place = _place(point)
         close: dict[KernelName, float] = {
             name: self._backends[name].closeness(place) for name in among if name in self._backends
         }
-        # One that failed at the shapes nearby has no say from those far away.
+        # A backend that failed at the nearby shapes is not estimated from distant ones.
         near: list[KernelName] = [name for name in close if close[name] > max(close.values()) / 2]
         lines: dict[KernelName, Callable[[float, float], float]] = {
             name: self._backends[name].line(place) for name in near

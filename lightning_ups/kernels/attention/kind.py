@@ -1,4 +1,4 @@
-"""What kind of attention is asked for: all that decides which backend can do it, and nothing that changes by batch."""
+"""The kind of an attention call: everything that decides which backends support it, and that is constant in a model."""
 # ruff: noqa: N803 (shape suffixes are capitals)
 
 from operator import index
@@ -11,25 +11,25 @@ __all__ = ["Kind", "constant", "kind_of"]
 
 
 class Kind(NamedTuple):
-    """A request without its lengths: constant in a model, so that a choice made for it is made once.
+    """An attention call without its lengths: constant in a model, so that a choice is made once.
 
     Args:
-        device: Type of the device.
-        dtype: Of queries, keys and values.
-        heads: Query heads.
-        kv_heads: Heads of keys and values.
-        head_dim: Width of queries and keys.
-        value_dim: Width of values.
-        causal: No key after the query is seen.
-        window: Only near keys are seen.
-        documents: Only keys of the query's own document are seen.
-        softcap: Scores are bent by a tanh.
-        mask: A mask tensor is given; `scaled_dot_product_attention` takes one, `attention` does not.
-        mask_trains: And a gradient of it is wanted.
-        dropout: Weights are dropped; likewise.
-        square: There are as many queries as keys.
-        one_key: There is a single key.
-        trains: Gradients are wanted.
+        device: The device type.
+        dtype: The dtype of queries, keys and values.
+        heads: Number of query heads.
+        kv_heads: Number of heads of keys and values.
+        head_dim: Dimension of queries and keys.
+        value_dim: Dimension of values.
+        causal: Whether keys after the query are hidden.
+        window: Whether only near keys are visible.
+        documents: Whether only keys of the query's document are visible.
+        softcap: Whether scores are limited by a tanh.
+        mask: Whether a mask tensor is given, to `scaled_dot_product_attention`; `attention` has none.
+        mask_trains: Whether the mask needs a gradient.
+        dropout: Whether there is dropout; only in `scaled_dot_product_attention`.
+        square: Whether there are as many queries as keys.
+        one_key: Whether there is a single key.
+        trains: Whether gradients are needed.
     """
 
     device: str
@@ -62,7 +62,7 @@ def kind_of(
     mask: Tensor | None = None,
     dropout: bool = False,
 ) -> Kind:
-    """Return the kind of a request for tensors [batch, seq, heads, dim], in constants also where sizes are symbolic."""
+    """Return the kind of a call with tensors [batch, seq, heads, dim], as constants even if sizes are symbolic."""
     queries, keys = q_BSHD.shape[1], k_BTKD.shape[1]
     return Kind(
         q_BSHD.device.type,
@@ -85,5 +85,5 @@ def kind_of(
 
 
 def constant(truth: object) -> bool:
-    """Return whether ``truth`` holds; in a compiled function, where it may be a comparison of symbols, a constant."""
+    """Return ``truth`` as a constant; in a compiled function it may be a comparison of symbols."""
     return True if truth else False  # noqa: SIM210  (`bool` of a symbol is one; a branch is not)

@@ -1,4 +1,4 @@
-"""Which key a query sees: the one statement of it that the reference and every mask are made from."""
+"""Which keys a query sees: the definition that the reference and all masks use."""
 # ruff: noqa: N803 (shape suffixes are capitals)
 
 import torch
@@ -16,10 +16,10 @@ def visible(
     query_id: Tensor | None = None,
     key_id: Tensor | None = None,
 ) -> Tensor:
-    """Return where the query at position ``query`` sees the key at position ``key``; all arguments broadcast.
+    """Return whether the query at position ``query`` sees the key at position ``key``; all arguments broadcast.
 
-    Causal: no key after the query. Window: only keys less than ``window`` positions away. Documents: only keys of
-    the query's own.
+    Causal: no key after the query. Window: only keys less than ``window`` positions away. Documents: only keys of the
+    query's document.
     """
     seen = (query >= key) if causal else torch.ones_like(query >= key)
     if window is not None:
@@ -34,7 +34,7 @@ def visible(
 def dense_mask(
     seq_q: int, seq_k: int, *, causal: bool, window: int | None, ids_BS: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """Return `visible` for all pairs, bool [batch or 1, 1, seq_q, seq_k], or None where every key is seen."""
+    """Return `visible` for all pairs, bool [batch or 1, 1, seq_q, seq_k], or None if every key is visible."""
     if not causal and window is None and ids_BS is None:
         return None
     query = torch.arange(seq_q, device=device).view(1, 1, seq_q, 1)

@@ -1,7 +1,7 @@
-"""The operators that torch sees in place of a package's kernels: what they return, their gradient, cost and sharding.
+"""Custom operators around the kernels of packages: fake outputs, gradient, FLOPs and sharding.
 
-They are known to torch as soon as this module is imported, and import a package only when they run, so the first call
-may be inside ``torch.compile(fullgraph=True)``, on fake tensors, or on meta.
+They are registered when this module is imported, and import a package only when they run, so the first call may be
+inside ``torch.compile(fullgraph=True)``, on fake tensors, or on meta.
 """
 # ruff: noqa: FBT001, ARG001 (an operator's arguments are positional)
 
@@ -38,7 +38,7 @@ def _forward(
     scale: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention [batch, seq, heads, dim] and the log-sum-exp of its scores, float32.
+    """Return attention [batch, seq, heads, dim] and the log-sum-exp of its scores in float32.
 
     The latter is [batch, heads, seq], or [heads, batch * seq] with documents. `Request` explains the arguments.
     """
@@ -80,7 +80,7 @@ def _module(kernel: str) -> Any:
 
 
 def _as_is(device: str) -> AbstractContextManager[Any]:
-    # To enter autocast's context takes as long as to launch a kernel.
+    # Entering the autocast context takes as long as a kernel launch.
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
@@ -132,7 +132,7 @@ def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *request: Any, out_val: Any 
 def _backward_flops(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *request: Any, **_: Any
 ) -> int:
-    # Five products where the forward has two: the scores once more, and the gradients of the weights, v, q and k.
+    # Five products instead of the forward's two: the scores again, and the gradients of the weights, v, q and k.
     return 2 * _multiply_adds(q, k, request) * (3 * q.shape[3] + 2 * v.shape[3])
 
 
@@ -143,7 +143,7 @@ def _multiply_adds(q: Tensor, k: Tensor, request: tuple[Any, ...]) -> int:
 
 
 def _shardings(num_inputs: int) -> Callable[..., Any]:
-    """Whole batches or whole heads may lie on one device; documents cross batches, so then only heads."""
+    """Return shardings over whole batches or whole heads; documents cross batches, so with them only heads."""
     layouts: dict[str, Placement] = {"whole": Replicate(), "batch": Shard(0), "heads": Shard(2)}
     # Of the log-sum-exp: [batch, heads, seq], or [heads, tokens] with documents.
     lse_layouts = {"whole": Replicate(), "batch": Shard(0), "heads": Shard(1)}
@@ -168,5 +168,5 @@ def _shardings(num_inputs: int) -> Callable[..., Any]:
 register_sharding(attention_forward)(_shardings(3))
 register_sharding(attention_backward)(_shardings(6))
 
-# Selective checkpointing keeps what is costly: our forward, as it keeps torch's.
+# Selective checkpointing keeps expensive operators: our forward like torch's.
 register_costly_op("lightning_ups.attention_forward")

@@ -1,9 +1,10 @@
-"""Where each backend is the fastest: ranges of length, and in each ranges of pairs of a query and a key.
+"""Where each backend is the fastest: ranges of length, each with ranges of the number of query-key pairs.
 
-A function compiled for dynamic lengths is guarded by the ranges that its choices were made for, and compiled anew
-beyond them. So they are as wide as can be: lengths (quarters of an octave) are one range as long as one choice is
-expected within 3 % of the fastest for all of them, and so many pairs that all ranges choose alike are identified by it
-alone. Borders between pairs are exact, since a backend that waits for its host takes as long for fewer of them.
+A function compiled for dynamic lengths has guards on the ranges for which its choices were made, and is recompiled
+outside of them. The ranges are therefore as wide as possible: lengths (in quarters of an octave) form one range while
+one choice is expected to be within 3 % of the fastest for all of them. If all ranges agree for a number of pairs, the
+guard does not depend on the length. Boundaries between pairs are exact, because a backend that waits for its host takes
+as long for fewer pairs.
 """
 
 import math
@@ -19,14 +20,14 @@ __all__ = ["Range", "Regions", "find_regions"]
 Times = dict[KernelName, float]
 Line = Callable[[float], Times]
 
-_SHORTEST, _LONGEST, _FINE = 5, 18, 4  # octaves of length, and cells in one
+_SHORTEST, _LONGEST, _FINE = 5, 18, 4  # octaves of length, and cells per octave
 _MOST_ROWS = 20  # octaves of rows x heads
 _NEAR = 0.03
 _NEVER = 1 << 62
 
 
 class Range(NamedTuple):
-    """The choices for lengths from ``first`` up to the next range: ``backends[i]`` for less than ``pairs[i]``."""
+    """The choices for lengths from ``first`` to the next range: ``backends[i]`` for less than ``pairs[i]``."""
 
     first: int
     pairs: tuple[int, ...]
@@ -34,7 +35,7 @@ class Range(NamedTuple):
 
 
 class Regions(NamedTuple):
-    """All choices: ``ranges``, which choose alike for less than ``low`` pairs, and for ``high`` pairs or more."""
+    """All choices: ``ranges``, which agree for less than ``low`` pairs, and for ``high`` pairs or more."""
 
     low: int
     high: int
@@ -47,14 +48,14 @@ class Regions(NamedTuple):
 
 
 class _Cell:
-    """One length, with the times at each octave of pairs."""
+    """One length, with times at each octave of pairs."""
 
     def __init__(self, length: float, times: Line) -> None:
         self.length, self.times = length, times
         self.known = {length**2 * 2**octave: times(length**2 * 2**octave) for octave in range(_MOST_ROWS + 1)}
 
     def fastest(self) -> Range:
-        """Return the choices that are the fastest here."""
+        """Return the fastest choices for this length."""
         pairs: list[int] = []
         backends: list[KernelName] = [_fastest(next(iter(self.known.values())))]
         for (low, _), (high, times) in pairwise(self.known.items()):
@@ -64,7 +65,7 @@ class _Cell:
         return Range(0, tuple(pairs), tuple(backends))
 
     def takes(self, choices: Range) -> bool:
-        """Return whether ``choices`` are near the fastest here, at their borders and between them."""
+        """Return whether ``choices`` are close to the fastest here, at their boundaries and in between."""
         for pairs, times in self.known.items():
             if not _near(times, choices.backends[bisect_right(choices.pairs, pairs)]):
                 return False
@@ -84,7 +85,7 @@ class _Cell:
 
 
 def find_regions(line: Callable[[float], Line]) -> Regions:
-    """Return the choices by ``line``, which maps a length to what maps numbers of pairs to times."""
+    """Return the choices by ``line``, which maps a length to a function from numbers of pairs to times."""
     lengths = [2 ** (cell / _FINE) for cell in range(_SHORTEST * _FINE, _LONGEST * _FINE + 1)]
     cells = [_Cell(length, line(length)) for length in lengths]
     choices = [cell.fastest() for cell in cells]
@@ -101,7 +102,7 @@ def find_regions(line: Callable[[float], Line]) -> Regions:
 
 
 def _low(ranges: Sequence[Range]) -> int:
-    # A row has as many pairs as its length squared, at least: with less, longer ranges are not met.
+    # A row has at least its length squared pairs: with fewer, longer ranges do not occur.
     alike = [one for one in ranges if one.backends[0] == ranges[0].backends[0]]
     others = [one.first**2 for one in ranges if one not in alike]
     return min([one.pairs[0] for one in alike if one.pairs] + others, default=0)

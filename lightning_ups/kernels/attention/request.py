@@ -1,4 +1,4 @@
-"""What a kernel behind our operator is asked for, and the rows and floating-point operations that it costs."""
+"""The arguments of a kernel behind the attention operator, and its FLOPs."""
 
 from typing import NamedTuple
 
@@ -9,15 +9,15 @@ __all__ = ["Request", "attended_pairs"]
 
 
 class Request(NamedTuple):
-    """The arguments of `operator.attention_forward` beside its tensors.
+    """The arguments of `operator.attention_forward` besides its tensors.
 
     Args:
-        cu_seqlens: [documents + 1] int32 into batch and seq laid end to end, or None.
-        max_seqlen: No document is longer; the length of a row without documents.
-        causal: No key after the query is seen.
-        window: Only keys less than so many positions away are seen; 0 for all.
-        softcap: Where scores are bent to; 0 for not at all.
-        scale: Factor of the scores.
+        cu_seqlens: [documents + 1] int32, boundaries in the concatenated rows, or None.
+        max_seqlen: The maximum length of a document, or the length of a row without documents.
+        causal: Whether keys after the query are hidden.
+        window: Only keys less than this many positions away are visible; 0: all.
+        softcap: The limit of the scores; 0: none.
+        scale: The factor of the scores.
     """
 
     cu_seqlens: Tensor | None
@@ -29,7 +29,7 @@ class Request(NamedTuple):
 
     @property
     def window_sides(self) -> tuple[int, int]:
-        """How far a query sees back and ahead, in the FlashAttention packages' words: -1 is without bound."""
+        """How far a query sees back and ahead, as in the FlashAttention packages: -1 is unlimited."""
         reach = self.window - 1 if self.window else -1
         return reach, 0 if self.causal else reach
 
@@ -37,10 +37,10 @@ class Request(NamedTuple):
 def attended_pairs(
     seq_q: int, seq_k: int, *, causal: bool, window: int = 0, cu_seqlens: Tensor | None = None, batch: int = 1
 ) -> int:
-    """Return how many pairs of a query and a key are multiplied in ``batch`` rows; a causal triangle is half a square.
+    """Return how many query-key pairs are multiplied in ``batch`` rows; a causal triangle is half a square.
 
-    Documents are counted by their true lengths where ``cu_seqlens`` holds values, and as equally long ones where it is
-    a fake or meta tensor.
+    Documents count by their true lengths if ``cu_seqlens`` has values, and as equally long ones if it is a fake or meta
+    tensor.
     """
     if cu_seqlens is None:
         return batch * _row(seq_q, seq_k, causal=causal, window=window)

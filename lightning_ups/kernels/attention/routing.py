@@ -1,4 +1,4 @@
-"""Sending what models ask of `F.scaled_dot_product_attention` to a backend of this package."""
+"""Routes calls of `F.scaled_dot_product_attention` to backends of this package."""
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 
 import sys
@@ -31,32 +31,33 @@ _NAME = "scaled_dot_product_attention"
 
 @contextmanager
 def routed_attention(backends: Backend | Sequence[Backend]) -> Iterator[None]:
-    """Let ``F.scaled_dot_product_attention`` run by ``backends`` while the context is open, compiled code included.
+    """Let ``F.scaled_dot_product_attention`` use ``backends`` while the context is open, also in compiled code.
 
-    One backend does what is asked or raises, as in `attention`: also for tensors without heads or with more leading
-    axes, for a single head of keys, and for what torch itself would broadcast or copy for its slowest kernel. Of
-    several, each call takes the first that can; with ``"auto"`` at the end, the fastest that can. Contexts nest, and
-    the inner one counts.
+    A single backend is used or raises, as in `attention`: also for tensors without heads or with more leading axes, for
+    a single head of keys, and for shapes that torch itself would broadcast or copy for its slowest kernel. Of several,
+    each call uses the first that supports it; with ``"auto"`` at the end, the fastest that does. Contexts nest, and the
+    inner one applies.
 
-    So does a choice of torch's own: a call for which other kernels of torch are allowed than were when the context was
-    entered, as inside a model's ``with sdpa_kernel(...)``, is left to those.
+    A model's own choice of torch kernels has priority: if other kernels of torch are allowed than when the context was
+    entered, as inside of ``with sdpa_kernel(...)``, the call is not routed.
 
-    The function is replaced in ``torch.nn.functional`` and in every module that has imported it, by any name, and put
-    back afterwards, in modules that were imported meanwhile too; compiled code is guarded by which function it found,
-    so it is compiled anew and never stale. A reference kept elsewhere, as in an attribute of a module, is not seen, nor
+    The function is replaced in ``torch.nn.functional`` and in every module that has imported it, under any name, and
+    restored afterwards, also in modules imported meanwhile. Compiled code has a guard on the function, so it is
+    recompiled and never stale. References kept elsewhere, such as in an attribute of a module, are not replaced, nor
     are the fused inference paths of ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention``.
 
     Raises:
-        ValueError: If a backend is unknown, none is named, or others would come after ``"auto"``.
+        ValueError: If a backend is unknown, none is named, or others follow ``"auto"``.
     """
-    # Not a TorchFunctionMode: it would also pass every other function of torch through Python, in eager and in tracing.
+    # Not a TorchFunctionMode, which would also pass every other torch function through Python, in eager mode and in
+    # tracing.
     replacement = _router(priority := _priority(backends))
     if not _CALLED.get(priority):
         _CALLED.pop(priority, None)
     with ExitStack() as undo:
         present = getattr(F, _NAME)
         _ALLOWED.append(allowed())
-        _AS_TORCH.clear()  # so that what has_routed and the records of decisions tell is of this context
+        _AS_TORCH.clear()  # so that has_routed and the records of decisions describe this context only
         undo.callback(_ALLOWED.pop)
         undo.callback(_put_back, replacement, present)
         for module, name in _holders(present):
@@ -65,16 +66,16 @@ def routed_attention(backends: Backend | Sequence[Backend]) -> Iterator[None]:
 
 
 def has_routed(backends: Backend | Sequence[Backend]) -> bool:
-    """Return whether a call went to ``backends`` since their context was entered last, or perhaps did in compiled code.
+    """Return whether a call used ``backends`` since their context was last entered, or may have in compiled code.
 
-    What was compiled in an earlier context, in this process, makes its calls untold.
+    Calls of code compiled in an earlier context of this process are not recorded.
     """
     return _priority(backends) in _CALLED
 
 
-_CALLED: dict[tuple[Backend, ...], bool] = {}  # whether by code that was traced
-_AS_TORCH: set[tuple[Any, ...]] = set()  # eager calls for which torch itself chooses the kernel that is chosen here
-_ALLOWED: list[frozenset[SDPBackend]] = []  # torch's kernels that were when each of the open contexts was entered
+_CALLED: dict[tuple[Backend, ...], bool] = {}  # by whether the calling code was traced
+_AS_TORCH: set[tuple[Any, ...]] = set()  # eager calls for which torch itself would choose the same kernel
+_ALLOWED: list[frozenset[SDPBackend]] = []  # torch's allowed kernels when each of the open contexts was entered
 
 
 def _priority(backends: Backend | Sequence[Backend]) -> tuple[Backend, ...]:
@@ -107,12 +108,12 @@ def _holders(function: Callable[..., Tensor]) -> list[tuple[ModuleType, str]]:
 
 
 def _put_back(replacement: Callable[..., Tensor], present: Callable[..., Tensor]) -> None:
-    if present is not replacement:  # which is an outer context's otherwise
-        for module, name in _holders(replacement):  # modules that were imported meanwhile
+    if present is not replacement:  # otherwise an outer context's
+        for module, name in _holders(replacement):  # modules imported meanwhile
             setattr(module, name, present)
 
 
-@cache  # one function for each priority: entering a context again finds the compiled code of the last time
+@cache  # one function per priority: re-entering a context finds the compiled code of the last time
 def _router(priority: tuple[Backend, ...]) -> Callable[..., Tensor]:
     def scaled_dot_product_attention(
         query: Tensor,
@@ -124,7 +125,7 @@ def _router(priority: tuple[Backend, ...]) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> Tensor:
-        # Routing takes about 0.1 ms of host time, which is wasted if the result is what torch does by itself.
+        # Routing takes about 0.1 ms of host time, which is wasted if torch would do the same.
         call = None
         if not torch.compiler.is_compiling() and priority == ("auto",) and attn_mask is None and _dense(query):
             call = _call_of(query, key, value, dropout_p, is_causal=is_causal, grouped=enable_gqa)
@@ -156,19 +157,19 @@ def _dense(tensor: Tensor) -> bool:
 def _call_of(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, *, is_causal: bool, grouped: bool
 ) -> tuple[Any, ...]:
-    """Return all that the choice for an eager call without a mask depends on."""
+    """Return everything that the choice for an eager call without a mask depends on."""
     tensors = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in (query, key, value)]
     kind = query.device.type
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (*tensors, dropout > 0, is_causal, grouped, cast, torch.is_grad_enabled())
 
 
-_by_torch = scaled_dot_product_attention  # whose name the replacement bears
+_by_torch = scaled_dot_product_attention  # its name is also the replacement's
 
 
 @torch.compiler.assume_constant_result
 def _torch_was_told() -> bool:
-    # Dynamo enters `sdpa_kernel` while it traces, so that this sees it there too.
+    # Dynamo enters `sdpa_kernel` during tracing, so this works there, too.
     return bool(_ALLOWED) and allowed() != _ALLOWED[-1]
 
 
@@ -193,14 +194,14 @@ def _routed(
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     named = "auto" not in priority
     if attn_mask is not None and q_BHSD.dtype is torch.float64 and attn_mask.is_floating_point():
-        attn_mask = attn_mask.double()  # of another type torch's flash kernel for CPUs reads the bits as float64
+        attn_mask = attn_mask.double()  # torch's CPU flash kernel would read the bits of another dtype as float64
     if named:
         if (seen := _with_four_axes(q_BHSD, k_BKTD, v_BKTD, attn_mask)) is not None:
             out = _routed(priority, *seen[:3], attn_mask=seen[3], enable_gqa=enable_gqa, **options)
             return _without_them(out, q_BHSD)
         if _plain(q_BHSD, k_BKTD, v_BKTD):
             if _shares_one_head(q_BHSD, k_BKTD, v_BKTD):
-                enable_gqa = True  # no `or`, which may give a symbol
+                enable_gqa = True  # not `or`, which may return a symbol
             q_BHSD, k_BKTD, v_BKTD, attn_mask = _spread(q_BHSD, k_BKTD, v_BKTD, attn_mask, grouped=enable_gqa)
     if (
         not _plain(q_BHSD, k_BKTD, v_BKTD)
@@ -208,14 +209,14 @@ def _routed(
         or not _fit(q_BHSD, k_BKTD, v_BKTD, grouped=enable_gqa)
         or not (named or _usual(q_BHSD, k_BKTD, v_BKTD, attn_mask))
     ):
-        # Other shapes, nested tensors and mistakes: torch's own function knows best what to do, or to say.
+        # Other shapes, nested tensors and mistakes: torch's own function handles them, or raises the right error.
         chosen = _only_of(priority, q_BHSD, k_BKTD, v_BKTD) if named else nullcontext()
         with chosen:
             return scaled_dot_product_attention(
                 q_BHSD, k_BKTD, v_BKTD, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
     q_BHSD, k_BKTD, v_BKTD = in_autocast_dtype(q_BHSD, k_BKTD, v_BKTD)
-    if attn_mask is not None:  # a float mask has to have the dtype of the queries, while Dynamo traces too
+    if attn_mask is not None:  # Dynamo requires a float mask to have the dtype of the queries
         (attn_mask,) = in_autocast_dtype(attn_mask)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BHSD, k_BKTD, v_BKTD))
     kind = kind_of(q, k, v, causal=is_causal, mask=attn_mask, dropout=dropout_p > 0)
@@ -227,7 +228,7 @@ def _routed(
             q_BHSD, k_BKTD, v_BKTD, dropout=dropout_p, is_causal=is_causal, scale=scale, grouped=enable_gqa
         ):
             _AS_TORCH.add(call)
-        if name == "efficient" and enable_gqa:  # it knows no groups
+        if name == "efficient" and enable_gqa:  # it has no grouped heads
             groups = q_BHSD.shape[1] // k_BKTD.shape[1]
             k_BKTD, v_BKTD = (tensor.repeat_interleave(groups, dim=1) for tensor in (k_BKTD, v_BKTD))
         with only([TORCH_BACKENDS[name]]):
@@ -251,9 +252,9 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _with_four_axes(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-    """Return views [batch, heads, seq, dim] of tensors with other leading axes, for which torch has the slowest kernel.
+    """Return views [batch, heads, seq, dim] of tensors with other leading axes, for which torch has only a slow kernel.
 
-    None: they have these axes, or torch's own function is to say what it makes of them.
+    None: they already have these axes, or torch's own function must handle them.
     """
     axes = q.dim()
     if axes in (0, 1, 4) or not axes == k.dim() == v.dim() or q.is_nested:
@@ -281,14 +282,14 @@ def _without_them(out_BHSD: Tensor, q: Tensor) -> Tensor:
 
 
 def _shares_one_head(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    # Torch broadcasts a single head of keys, unasked.
+    # Torch broadcasts a single head of keys automatically.
     return k.shape[1] == v.shape[1] == 1 < q.shape[1]
 
 
 def _spread(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, grouped: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return tensors that every kernel takes, of those that torch would broadcast or copy for its slowest."""
+    """Return tensors that every kernel supports, from those that torch would broadcast or copy for its slowest."""
     if grouped and k.shape[1] != v.shape[1]:
         heads = q.shape[1]
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) if heads % t.shape[1] == 0 else t for t in (k, v))
@@ -315,16 +316,16 @@ def _fit(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> bool:
 
 
 def _usual(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    # Torch copies, and broadcasts masks, for its slower kernels: then a `Kind` does not say all that decides.
+    # Torch copies, and broadcasts masks, for its slower kernels: then a `Kind` does not determine the choice.
     tensors = (q, k, v) if mask is None else (q, k, v, mask)
     return all(tensor.stride(-1) == 1 for tensor in tensors) and (mask is None or mask.dim() in (2, 4))
 
 
 def _only_of(priority: tuple[Backend, ...], q: Tensor, k: Tensor, v: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which torch's own function may use those of its kernels that are named, and no others."""
+    """Return a context in which torch's own function may use only the named kernels of torch."""
     kernels = [TORCH_BACKENDS[name] for name in priority if name in TORCH_BACKENDS]
     if q.device.type == "meta" or _plain(q, k, v):
-        return nullcontext()  # nothing is computed, or torch says what is wrong
+        return nullcontext()  # nothing is computed, or torch raises the right error
     if not kernels:
         raise ValueError(
             f"F.scaled_dot_product_attention was called with {_shapes(q, k, v)}, under the attention backends"

@@ -1,4 +1,4 @@
-"""What each backend can do: every limit as a rule with its reason and its cure."""
+"""The limits of each backend, as rules with a reason and a cure."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -176,15 +176,15 @@ _RULES = (
 
 
 def refusal(backend: KernelName, kind: Kind) -> tuple[str, str] | None:
-    """Return why ``backend`` cannot do ``kind`` and what to do instead, or None if it can."""
+    """Return why ``backend`` does not support ``kind`` and what to do instead, or None if it does."""
     return next(_refusals(backend, kind), None)
 
 
 def check(backend: KernelName, kind: Kind) -> None:
-    """Raise if ``backend`` cannot do ``kind``; load its package, so that a broken one is met here.
+    """Raise if ``backend`` does not support ``kind``; load its package, so that a broken one raises here.
 
     Raises:
-        ValueError: If the backend is unknown, or cannot do it.
+        ValueError: If the backend is unknown, or does not support it.
         ModuleNotFoundError: If its package is missing.
         ImportError: If its package cannot be loaded.
     """

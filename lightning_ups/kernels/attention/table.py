@@ -1,4 +1,4 @@
-"""What was measured on a device: milliseconds of each backend for a number of shapes.
+"""Measured times of each backend for a number of shapes, per device.
 
 `benchmarks/attention.py` measures a device and writes ``measured/DEVICE.json``.
 """
@@ -27,16 +27,16 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What was measured on a device.
+    """The measurements of a device.
 
     Args:
-        device: Its name.
+        device: The name of the device.
         capability: Its compute capability.
-        versions: Of what the times hang on.
-        date: The last day of measuring.
+        versions: The versions that the times depend on.
+        date: The last day of the measurements.
         rows: The device's milliseconds.
-        host: The milliseconds that the host takes to queue a call, by "training" or "forward" and backend. Where there
-            are none a row's time is the host's, if that was the longer one.
+        host: The host's milliseconds per call, by "training" or "forward" and backend. If missing, a row's time is the
+            maximum of host and device.
     """
 
     device: str
@@ -49,14 +49,14 @@ class Table(NamedTuple):
 
 @cache
 def tables() -> tuple[Table, ...]:
-    """Return the tables that come with the package."""
+    """Return the tables in the package."""
     folder = files("lightning_ups.kernels.attention").joinpath("measured")
     found = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".json")), key=lambda entry: entry.name)
     return tuple(parse_table(json.loads(entry.read_text())) for entry in found)
 
 
 def parse_table(content: dict[str, Any]) -> Table:
-    """Return the table in a file's content."""
+    """Return the table in the content of a file."""
     rows = tuple(Row(**row) for row in content["rows"])
     major, minor = content["capability"]
     return Table(content["device"], (major, minor), content["versions"], content["date"], rows, content.get("host", {}))

@@ -1,1 +1,1 @@
-"""The implementations of attention."""
+"""The backends of attention."""

@@ -50,7 +50,7 @@ def backward(
 
 
 def _scores(q_BSHD: Tensor, k_BTKD: Tensor, request: Request) -> tuple[Tensor, Tensor]:
-    # The masked scores, and by how much each grows with the product behind it.
+    # The masked scores, and their derivative with respect to the product.
     precise = torch.promote_types(q_BSHD.dtype, torch.float32)
     q_BSKGD = q_BSHD.to(precise).unflatten(2, (k_BTKD.shape[2], -1))
     scores = torch.einsum("bskgd,btkd->bkgst", q_BSKGD, k_BTKD.to(precise)) * request.scale

@@ -20,9 +20,9 @@ def forward(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, request: Request) ->
     left, right = request.window_sides if request.window else (-1, -1)
     arguments: list[Any] = [
         *(q, k, v),
-        *(None,) * 4,  # new keys and values, a second query, the output's place
+        *(None,) * 4,  # new keys and values, a second query, the output
         *(request.cu_seqlens,) * 2,
-        *(None,) * 3,  # lengths of new keys, lengths used of queries and keys
+        *(None,) * 3,  # lengths of new keys, used lengths of queries and keys
         *(_longest(request),) * 2,
         *(None,) * 6,  # pages, batch indices, left padding, rotary cosine, sine and lengths
         *(None,) * 3,  # scales of float8
@@ -35,7 +35,7 @@ def forward(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, request: Request) ->
         None,  # the scheduler's plan
         1 if torch.are_deterministic_algorithms_enabled() else 0,  # splits
         None,  # packing of groups
-        0,  # multiprocessors left free
+        0,  # reserved multiprocessors
     ]
     out, lse, *_ = load_fa3(feature=_FEATURE).fwd(*arguments)
     return out.view(q_BSHD.shape), lse.contiguous()
@@ -52,14 +52,14 @@ def backward(
         lse.contiguous(),
         *(_packed(tensor, request) for tensor in grads),
         *(request.cu_seqlens,) * 2,
-        *(None,) * 2,  # lengths used
+        *(None,) * 2,  # used lengths
         *(_longest(request),) * 2,
         request.scale,
         request.causal,
         *(left, right),
         request.softcap,
         torch.are_deterministic_algorithms_enabled(),
-        0,  # multiprocessors left free
+        0,  # reserved multiprocessors
     ]
     load_fa3(feature=_FEATURE).bwd(*arguments)
     return grads[0], grads[1], grads[2]

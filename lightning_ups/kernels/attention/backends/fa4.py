@@ -23,7 +23,7 @@ def forward(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, request: Request) ->
             "max_seqlen_q": request.max_seqlen,
             "max_seqlen_k": request.max_seqlen,
         }
-    # More than the output and the log-sum-exp comes back, and how much more changes with the release.
+    # It returns more than the output and the log-sum-exp, and how much more depends on the release.
     out, lse = load_fa4(feature=_FEATURE)._flash_attn_fwd(
         q,
         k,

@@ -1,6 +1,6 @@
 """Attention in eager torch: the specification of every backend.
 
-B batch, S queries, T keys, H query heads, K heads of keys and values, G query heads to one of those, D head dim.
+B batch, S queries, T keys, H query heads, K heads of keys and values, G query heads per head of keys, D head dim.
 """
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 
@@ -25,13 +25,13 @@ def reference_attention(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return attention [batch, seq, heads, dim], computed in float32 at least, with all scores in memory.
+    """Return attention [batch, seq, heads, dim], computed at least in float32, with all scores in memory.
 
-    Scores are ``q @ k * scale`` (``scale`` is ``dim ** -0.5`` if None), with ``softcap`` bent to
-    ``softcap * tanh(score / softcap)``; the softmax runs over the keys that `mask.visible` names. Query heads share
-    the heads of keys and values in order: heads ``0 .. G - 1`` use the first.
+    Scores are ``q @ k * scale`` (``scale`` is ``dim ** -0.5`` if None); with ``softcap`` they become ``softcap *
+    tanh(score / softcap)``. The softmax runs over the keys given by `mask.visible`. Query heads share the heads of keys
+    and values in order: heads ``0 .. G - 1`` use the first.
     """
-    with without_autocast(q_BSHD.device.type):  # which would make the products coarse again
+    with without_autocast(q_BSHD.device.type):  # which would compute the products in low precision
         return _attention(q_BSHD, k_BTKD, v_BTKD, causal, window, documents, softcap, scale)
 
 

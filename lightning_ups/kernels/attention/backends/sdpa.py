@@ -1,4 +1,4 @@
-"""The backends inside torch: cuDNN, FlashAttention-2, memory-efficient attention, and plain products."""
+"""Torch's own backends: cuDNN, FlashAttention-2, memory-efficient attention, and plain products."""
 # ruff: noqa: N803 (shape suffixes are capitals)
 
 from collections.abc import Iterator, Sequence
@@ -25,13 +25,13 @@ TORCH_BACKENDS: dict[str, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-_TURN = RLock()  # which kernels are allowed is one state for all threads
+_TURN = RLock()  # the allowed kernels are one state for all threads
 
 
 def only(kernels: Sequence[SDPBackend]) -> AbstractContextManager[Any]:
-    """Return a context in which torch may use ``kernels``, the first of them first, for one thread after another."""
+    """Return a context in which torch may use only ``kernels``, in this order; one thread at a time."""
     several = len(kernels) > 1
-    if torch.compiler.is_compiling():  # while it traces; compiled code asks no more
+    if torch.compiler.is_compiling():  # during tracing; compiled code does not check again
         return sdpa_kernel([*kernels], set_priority=several)
     return _in_turn([*kernels], set_priority=several)
 
@@ -43,7 +43,7 @@ def _in_turn(kernels: list[SDPBackend], *, set_priority: bool) -> Iterator[None]
 
 
 def allowed() -> frozenset[SDPBackend]:
-    """Return the kernels that torch may use, but for what `only` allows another thread."""
+    """Return the kernels that torch may use, ignoring contexts of `only` in other threads."""
     with _TURN:
         return allowed_attention()
 
@@ -59,10 +59,10 @@ def torch_attention(
     documents: Documents | None,
     scale: float,
 ) -> Tensor:
-    """Return attention [batch, seq, heads, dim] by one of torch's kernels, and no other.
+    """Return attention [batch, seq, heads, dim] computed by this torch kernel, and no other.
 
-    Windows and documents go to FlashAttention-2 as such on CUDA. The other kernels get a mask of a byte for each pair
-    of a query and a key, [batch or 1, 1, seq, seq].
+    On CUDA, FlashAttention-2 supports windows and documents directly. The other kernels get a mask with a byte for each
+    pair of a query and a key, [batch or 1, 1, seq, seq].
     """
     bounded = window is not None or documents is not None
     if bounded and backend == "flash" and q_BSHD.is_cuda:
@@ -88,7 +88,7 @@ def torch_attention(
         )
     grouped = constant(q_BSHD.shape[2] != k_BTKD.shape[2])
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BSHD, k_BTKD, v_BTKD))
-    if grouped and backend == "efficient":  # it knows no groups
+    if grouped and backend == "efficient":  # it has no grouped heads
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         grouped = False
     with only([TORCH_BACKENDS[backend]]):
