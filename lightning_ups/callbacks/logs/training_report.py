@@ -40,9 +40,9 @@ class TrainingReport(Callback):
     """Write one HTML page at the end of fit, which needs no network, and PNGs of its charts.
 
     The page has the curves of all logged metrics, the last version of each image in TensorBoard or W&B, and the best
-    metric and the checkpoints of each ``ModelCheckpoint``. With `TokenThroughput` it also shows the step-time breakdown,
-    thresholds that were reached, what to change first, and memory; with `RunManifest`, what took effect. Neither needs
-    a setting. A run that fails gets a report, too.
+    metric and the checkpoints of each ``ModelCheckpoint``. With `TokenThroughput` it also shows the step-time
+    breakdown, thresholds that were reached, what to change first, and memory; with `RunManifest`, what took effect.
+    Neither needs a setting. A run that fails gets a report, too.
 
     The page is ``report.html`` next to the logs, or ``report-2.html`` and so on, so that no file is overwritten; the
     pictures are in a folder of the same name. MLflow, W&B and Comet get a copy of both.
