@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch import nn
 
-from lightning_ups.optim import MasteredOptimizer, MasterWeights
+from lightning_ups.optim import MasteredOptimizer, MasterWeights, OffloadedOptimizer
 from lightning_ups.optim.offload.memory import Memory
 
 POISON = 255  # every float type reads it as not a number
@@ -120,3 +120,17 @@ def assert_same_state(one, other):
         assert entries.keys() == other["state"][key].keys()
         for name, value in entries.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["state"][key][name])), (key, name)
+
+
+def offloaded(memory=None, **way):
+    """Return a function that offloads the state of an optimizer to a memory whose copies are late."""
+    return lambda optimizer: OffloadedOptimizer(optimizer, memory=memory or LateMemory(), **way)
+
+
+def compare(make, *, way, memory=None, **options):
+    """Train with the state offloaded and without, assert that nothing differs, and return the offloaded optimizer."""
+    right, plain = train(make, **options)
+    result, ours = train(make, wrap=offloaded(memory, **way), **options)
+    assert_same(result, right)
+    assert_same_state(ours.state_dict(), plain.state_dict())
+    return ours

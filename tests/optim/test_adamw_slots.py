@@ -113,7 +113,80 @@ def train(change, *, kept, by_address=True):
     return run
 
 
-def nothing(run, step): ...
+def renew(*tensors):
+    """Give each other memory."""
+    for tensor in tensors:
+        tensor.data = tensor.data.clone()
+
+
+def averages(master):
+    return {"exp_avg": torch.full_like(master, 0.1), "exp_avg_sq": torch.full_like(master, 0.2)}
+
+
+def exchange_averages(run):
+    run.state["exp_avg"], run.state["exp_avg_sq"] = run.state["exp_avg_sq"], run.state["exp_avg"].abs_()
+
+
+def exchange_states(run):
+    state, one, other = run.inner.state, *(run.masters.of[part.bias] for part in (run.model.tied, run.model.square))
+    state[one], state[other] = state[other], state[one]
+
+
+def load_weights_by_assignment(run):
+    with torch.no_grad():
+        run.model.norm.weight.set_(torch.full((16,), 0.5))
+
+
+def add_a_group(run):
+    extra = nn.Parameter(torch.ones(24))
+    run.model.extra, run.gradients = extra, [*run.gradients, torch.empty(24)]
+    run.optimizer.add_param_group({"params": [extra], "lr": 0.1})
+    extra.grad = torch.ones(24)
+
+
+def take_one_out(run):
+    for group in (run.optimizer.param_groups[0], run.inner.param_groups[0]):
+        del group["params"][0]
+    run.inner.state.pop(run.master)
+
+
+def another_size(run):
+    weight = run.model.norm.weight
+    weight.grad = None
+    weight.data, run.model.norm.bias.grad = torch.ones(24), None
+    weight.grad = torch.ones(24)
+    run.inner.state.pop(weight)
+
+
+def widen(run):
+    run.weight.data, run.weight.grad = run.weight.data.float(), None
+
+
+# At one step alone: the fourth, in which there is state.
+ONCE = {
+    "replace an average": lambda run: run.state.update(exp_avg=torch.full_like(run.master, 0.1)),
+    "fill an average": lambda run: run.state["exp_avg_sq"].fill_(0.1),
+    "replace one state": lambda run: run.inner.state.update(
+        {run.master: {"step": torch.tensor(1.0), **averages(run.master)}}
+    ),
+    "forget one state": lambda run: run.inner.state.pop(run.master),
+    "empty one state": lambda run: run.state.clear(),
+    "clear state": lambda run: run.optimizer.state.clear(),
+    "begin anew": lambda run: setattr(run.optimizer, "state", defaultdict(dict)),
+    "exchange averages": exchange_averages,
+    "exchange states": exchange_states,
+    "load weights": lambda run: run.model.load_state_dict({n: v + 0.25 for n, v in run.model.state_dict().items()}),
+    "load weights by assignment": load_weights_by_assignment,
+    "add a group": add_a_group,
+    "put groups in place": lambda run: setattr(run.optimizer, "param_groups", [*reversed(run.optimizer.param_groups)]),
+    "take one out": take_one_out,
+    "another size": another_size,
+    "widen": widen,
+}
+
+
+def once(change):
+    return lambda run, step: change(run) if step == 3 else None
 
 
 def clip(run, step):
@@ -121,30 +194,8 @@ def clip(run, step):
         run.optimizer.take_clip_coefficient(torch.tensor(0.3))
 
 
-def move_copies(run, step):
-    for p in run.model.parameters():
-        p.data = p.data.clone()
-
-
-def move_masters(run, step):
-    for master in run.masters.of.values():
-        master.data = master.data.clone()
-
-
-def move_state(run, step):
-    for state in run.inner.state.values():
-        for tensor in state.values():
-            tensor.data = tensor.data.clone()
-
-
-def move_averages(run, step):
-    if step:
-        run.state["exp_avg"].data = run.state["exp_avg"].data.clone()
-
-
-def move_squares(run, step):
-    if step:
-        run.state["exp_avg_sq"].data = run.state["exp_avg_sq"].data.clone()
+def move_one(name):
+    return lambda run, step: renew(run.state[name]) if step else None
 
 
 def move_counts(run, step):
@@ -157,80 +208,18 @@ def move_gradients(run, step):
         p.grad = p.grad.clone()
 
 
-def replace_an_average(run, step):
-    if step == 3:
-        run.state["exp_avg"] = torch.full_like(run.master, 0.1)
-
-
-def fill_an_average(run, step):
-    if step == 3:
-        run.state["exp_avg_sq"].fill_(0.1)
-
-
-def replace_one_state(run, step):
-    if step == 3:
-        run.inner.state[run.master] = {"step": torch.tensor(1.0), **make_averages(run.master)}
-
-
-def make_averages(master):
-    return {"exp_avg": torch.full_like(master, 0.1), "exp_avg_sq": torch.full_like(master, 0.2)}
-
-
-def forget_one_state(run, step):
-    if step == 3:
-        del run.inner.state[run.master]
-
-
-def empty_one_state(run, step):
-    if step == 3:
-        run.state.clear()
-
-
-def clear_state(run, step):
-    if step == 3:
-        run.optimizer.state.clear()
-
-
-def begin_anew(run, step):
-    if step == 3:
-        run.optimizer.state = defaultdict(dict)
-
-
 def reorder_state(run, step):
     items = [*run.inner.state.items()]
     run.inner.state.clear()
     run.inner.state.update({master: dict(reversed(state.items())) for master, state in reversed(items)})
 
 
-def exchange_averages(run, step):
-    if step == 3:
-        run.state["exp_avg"], run.state["exp_avg_sq"] = run.state["exp_avg_sq"], run.state["exp_avg"].abs_()
-
-
-def exchange_states(run, step):
-    if step == 3:
-        other = run.masters.of[run.model.tied.bias], run.masters.of[run.model.square.bias]
-        state = run.inner.state
-        state[other[0]], state[other[1]] = state[other[1]], state[other[0]]
-
-
 def load_state(run, step):
     if step == 2:
-        run.saved = {key: dict(value) for key, value in run.optimizer.state_dict().items() if key == "state"}
-        run.saved["state"] = {i: {n: v.clone() for n, v in s.items()} for i, s in run.saved["state"].items()}
+        state = run.optimizer.state_dict()["state"]
+        run.saved = {"state": {i: {n: v.clone() for n, v in s.items()} for i, s in state.items()}}
     if step == 5:
         run.optimizer.load_state_dict({**run.optimizer.state_dict(), **run.saved})
-
-
-def load_weights(run, step):
-    if step == 4:
-        run.model.load_state_dict({name: value + 0.25 for name, value in run.model.state_dict().items()})
-
-
-def load_weights_by_assignment(run, step):
-    if step == 4:
-        with torch.no_grad():
-            run.model.norm.weight.set_(torch.full((16,), 0.5))
 
 
 def transpose_average(run, step):
@@ -244,35 +233,13 @@ def transpose_average_in_place(run, step):
 
 
 def transpose_weight(run, step):
-    if step == 3:
-        run.weight.data = run.weight.data.t()
-    if step == 5:
-        run.weight.data = run.weight.data.contiguous()
-
-
-def add_a_group(run, step):
-    if step == 3:
-        extra = nn.Parameter(torch.ones(24))
-        run.model.extra, run.gradients = extra, [*run.gradients, torch.empty(24)]
-        run.optimizer.add_param_group({"params": [extra], "lr": 0.1})
-        extra.grad = torch.ones(24)
-
-
-def put_groups_in_place(run, step):
-    if step == 3:
-        run.optimizer.param_groups = [*reversed(run.optimizer.param_groups)]
+    if step in (3, 5):
+        run.weight.data = run.weight.data.t() if step == 3 else run.weight.data.contiguous()
 
 
 def reorder_a_group(run, step):
     for group in (*run.optimizer.param_groups, *run.inner.param_groups):
         group["params"].reverse()
-
-
-def take_one_out(run, step):
-    if step == 3:
-        for group in (run.optimizer.param_groups[0], run.inner.param_groups[0]):
-            del group["params"][0]
-        run.inner.state.pop(run.master)
 
 
 def leave_one_out(run, step):
@@ -309,15 +276,6 @@ def give_wide_gradients(run, step):
         master.grad, p.grad = p.grad.float() * 1.001, None
 
 
-def another_size(run, step):
-    if step == 3:
-        weight = run.model.norm.weight
-        weight.grad = None
-        weight.data, run.model.norm.bias.grad = torch.ones(24), None
-        weight.grad = torch.ones(24)
-        run.inner.state.pop(weight)
-
-
 def another_size_at_the_same_place(run, step):
     weight = run.model.norm.weight
     place = [p is weight for p in run.model.parameters()].index(True)
@@ -349,11 +307,6 @@ def copies_of_another_type_at_the_same_place(run, step):
     if step == 3:
         run.weight.data = run.weight.data.view(torch.float16).copy_(run.weight.data.clone())
     run.master.grad = run.saved
-
-
-def widen(run, step):
-    if step == 3:
-        run.weight.data, run.weight.grad = run.weight.data.float(), None
 
 
 def change_options(run, step):
@@ -398,57 +351,25 @@ def write(run, step):
             run.master.mul_(0.5)
 
 
-CHANGES = [
-    nothing,
-    clip,
-    move_copies,
-    move_masters,
-    move_state,
-    move_averages,
-    move_squares,
-    move_counts,
-    move_gradients,
-    replace_an_average,
-    fill_an_average,
-    replace_one_state,
-    forget_one_state,
-    empty_one_state,
-    clear_state,
-    begin_anew,
-    reorder_state,
-    exchange_averages,
-    exchange_states,
-    load_state,
-    load_weights,
-    load_weights_by_assignment,
-    transpose_average,
-    transpose_average_in_place,
-    transpose_weight,
-    add_a_group,
-    put_groups_in_place,
-    reorder_a_group,
-    take_one_out,
-    leave_one_out,
-    leave_out_a_group,
-    freeze,
-    give_views,
-    give_odd_places,
-    give_wide_gradients,
-    another_size,
-    another_size_at_the_same_place,
-    gradients_of_another_type_at_the_same_place,
-    copies_of_another_type_at_the_same_place,
-    widen,
-    change_options,
-    schedule,
-    skip,
-    leave_to_torch,
-    hooks,
-    write,
-]
+CHANGES = {
+    "nothing": lambda run, step: None,
+    "move copies": lambda run, step: renew(*run.model.parameters()),
+    "move masters": lambda run, step: renew(*run.masters.of.values()),
+    "move state": lambda run, step: renew(*(t for state in run.inner.state.values() for t in state.values())),
+    "move averages": move_one("exp_avg"),
+    "move squares": move_one("exp_avg_sq"),
+    **{name: once(change) for name, change in ONCE.items()},
+}
+for change in (
+    clip, move_counts, move_gradients, reorder_state, load_state, transpose_average, transpose_average_in_place,
+    transpose_weight, reorder_a_group, leave_one_out, leave_out_a_group, freeze, give_views, give_odd_places,
+    give_wide_gradients, another_size_at_the_same_place, gradients_of_another_type_at_the_same_place,
+    copies_of_another_type_at_the_same_place, change_options, schedule, skip, leave_to_torch, hooks, write,
+):  # fmt: skip
+    CHANGES[change.__name__] = change
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_is_kept_from_step_to_step_changes_no_bit(anywhere, change):
     kept = train(change, kept=True)
     for other in (train(change, kept=False), train(change, kept=True, by_address=False)):
@@ -458,20 +379,17 @@ def test_what_is_kept_from_step_to_step_changes_no_bit(anywhere, change):
     assert ByAddress.laid_out
 
 
-def step(run, change=nothing, number=0):
+def step(run, change="nothing", number=0):
     run.give_gradients(number)
-    change(run, number)
+    CHANGES[change](run, number)
     run.optimizer.step()
 
 
 def test_tables_are_made_anew_only_when_something_has_changed(anywhere):
     run, counts = Run(), []
-    changes = [nothing, nothing, nothing, nothing, move_gradients, nothing, replace_an_average, nothing]
-    for number, change in enumerate(changes):
-        if change is replace_an_average:
-            change, number = replace_an_average, 3
+    for change in (*["nothing"] * 4, "move_gradients", "nothing", "replace an average", "nothing"):
         before = ByAddress.laid_out
-        step(run, change, number)
+        step(run, change, number=3)
         counts.append(ByAddress.laid_out - before)
     kinds = [len(each._kinds) for each in run.optimizer._kernel._steps]
     assert kinds == [2, 3], "of even sizes and of odd ones, and with no copy"
@@ -503,7 +421,7 @@ def test_a_failure_while_tables_are_made_leaves_none_behind(anywhere, monkeypatc
     run, other = Run(), Run()
     step(run)
     step(other)
-    move_copies(run, 1)
+    renew(*run.model.parameters())
     with monkeypatch.context() as patch:
         patch.setattr(ByAddress, "find", lambda *_: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -96,10 +98,6 @@ def run_here(tmp_path, kind, epochs, path, save, options):
     return fit(tmp_path, kind, epochs=epochs, path=path, save=save, **options)
 
 
-def run_on_ranks(tmp_path, kind, epochs, path, save, options):
-    return fit(tmp_path, kind, epochs=epochs, path=path, save=save, devices=2, **options)
-
-
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_device_resumes_bit_for_bit(tmp_path, kind, offload):
@@ -109,27 +107,26 @@ def test_one_device_resumes_bit_for_bit(tmp_path, kind, offload):
     assert forms == [False, True]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", {}, {"save": "full"}], ids=["ddp", "fsdp2", "fsdp2, one file"])
+HOW = {
+    "ddp": {"strategy": "ddp", "masters": True},
+    "fsdp2": {"strategy": {}, "masters": True},
+    "fsdp2, one file": {"strategy": {"save": "full"}, "masters": True},
+    "fsdp2, on the host": {"strategy": {}, "offload": True},
+}
+
+
+@pytest.mark.parametrize("options", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("kind", ["AdamW8bit", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])])
-def test_two_ranks_resume_bit_for_bit(ranks, tmp_path, kind, strategy):
-    right, after, forms = resumed(
-        lambda *args: ranks(run_on_ranks, *args), tmp_path, kind, strategy=strategy, masters=True
-    )
+def test_two_ranks_resume_bit_for_bit(ranks, tmp_path, kind, options):
+    right, after, forms = resumed(partial(ranks, run_here), tmp_path, kind, devices=2, **options)
     assert after == right
     assert len(after) > 0
     assert forms == [False, True]
 
 
-def test_two_ranks_resume_with_state_on_the_host(ranks, tmp_path):
-    right, after, forms = resumed(
-        lambda *args: ranks(run_on_ranks, *args), tmp_path, "AdamW8bit", strategy={}, offload=True
-    )
-    assert after == right
-    assert forms == [False, True]
-
-
 def test_what_two_ranks_saved_one_device_loads(ranks, tmp_path):
-    ranks(run_on_ranks, tmp_path, "AdamW8bit", 3, None, tmp_path / "saved.ckpt", {"strategy": {"save": "full"}})
+    options = {"strategy": {"save": "full"}, "devices": 2}
+    ranks(run_here, tmp_path, "AdamW8bit", 3, None, tmp_path / "saved.ckpt", options)
     losses, forms = fit(tmp_path, "AdamW8bit", epochs=6, path=tmp_path / "saved.ckpt", masters=True)
     assert losses[-1] < 0.2
     assert forms == [False, True]

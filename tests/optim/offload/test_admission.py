@@ -9,7 +9,7 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, Optimizer
 
 from lightning_ups.optim import OffloadedOptimizer
 from lightning_ups.optim.offload.admission import twin_of
-from tests.optim.offloading import LateMemory, Net, assert_same, grouped, train
+from tests.optim.offloading import LateMemory, Net, assert_same, compare, grouped, offloaded, train
 
 
 class Parted(SGD):
@@ -94,33 +94,23 @@ class Nested(SGD):
             p.sub_(kept["average"], alpha=0.1)
 
 
+BOTH = pytest.mark.parametrize("update", ["device", "host"])
+
+
 @pytest.mark.parametrize(("masters", "update"), [(True, "device"), (True, "host"), (False, "host")])
 def test_what_keeps_state_elsewhere_is_refused_where_other_tensors_stand_in_for_parameters(masters, update):
-    def wrap(inner):
-        return OffloadedOptimizer(inner, update=update)
-
     with pytest.raises(ValueError, match=r"^Elsewhere cannot .* or leave the offloading out\.$"):
-        train(grouped(Elsewhere), masters=masters, wrap=wrap)
+        train(grouped(Elsewhere), masters=masters, wrap=offloaded(update=update))
 
 
 @pytest.mark.parametrize("masters", [False, True])
 def test_state_within_state_is_whole(masters):
-    def wrap(inner):
-        return OffloadedOptimizer(inner, memory=LateMemory(), chunk_bytes=1)
-
     right, plain = train(grouped(Nested), masters=masters)
-    result, ours = train(grouped(Nested), masters=masters, wrap=wrap)
+    result, ours = train(grouped(Nested), masters=masters, wrap=offloaded(chunk_bytes=1))
     assert_same(result, right)
     for number, entries in plain.state_dict()["state"].items():
         found = ours.state_dict()["state"][number]["kept"]["average"]
         assert torch.equal(found, entries["kept"]["average"])
-
-
-def test_fused_momentum_is_admitted():
-    right, _ = train(grouped(SGD, momentum=0.9, fused=True))
-    for update in ("device", "host"):
-        wrap = lambda o, u=update: OffloadedOptimizer(o, memory=LateMemory(), update=u)  # noqa: E731
-        assert_same(train(grouped(SGD, momentum=0.9, fused=True), wrap=wrap)[0], right)
 
 
 class Begun(SGD):
@@ -138,45 +128,16 @@ class Begun(SGD):
             p.sub_(self.state[p]["sum"].addcmul_(p.grad, p.grad).rsqrt() * p.grad, alpha=0.1)
 
 
-@pytest.mark.parametrize("update", ["device", "host"])
-def test_state_that_is_there_before_the_first_step_is_tried_too(update):
-    wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), update=update, chunk_bytes=4096)  # noqa: E731
-    assert_same(train(grouped(Begun), wrap=wrap)[0], train(grouped(Begun))[0])
-
-
-def test_what_does_not_step_by_itself_is_refused_with_its_own_words():
-    with pytest.raises(ValueError, match=r"^AdamW cannot .* \(RuntimeError: a leaf Variable .*, such as AdamW\.$"):
-        OffloadedOptimizer(AdamW(Net().parameters(), differentiable=True))
-
-
-@pytest.mark.parametrize("kind", [Parted, Counted])
-@pytest.mark.parametrize("update", ["device", "host"])
-def test_what_looks_at_all_parameters_or_counts_its_calls_is_refused(kind, update):
-    with pytest.raises(ValueError, match=rf"^{kind.__name__} cannot .* or leave the offloading out\.$"):
-        OffloadedOptimizer(kind(Net().parameters(), lr=0.1), update=update)
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_a_parameter_without_a_shape_is_refused():
-    with pytest.raises(ValueError, match=r"^AdamW cannot be offloaded: a parameter of it has no shape yet\."):
-        OffloadedOptimizer(AdamW(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)).parameters()))
-
-
-def test_what_needs_its_closure_is_refused():
-    with pytest.raises(ValueError, match=r"^LBFGS cannot .* whose step needs no closure, such as AdamW\.$"):
-        OffloadedOptimizer(LBFGS(Net().parameters()))
+@BOTH
+@pytest.mark.parametrize("make", [grouped(Begun), grouped(SGD, momentum=0.9, fused=True)], ids=["begun", "fused"])
+def test_state_that_is_there_before_the_first_step_and_fused_momentum_are_tried_too(make, update):
+    compare(make, way={"update": update, "chunk_bytes": 4096})
 
 
 class WithModes(AdamW):
     def train(self): ...
 
     def eval(self): ...
-
-
-@pytest.mark.parametrize("update", ["device", "host"])
-def test_what_has_other_weights_for_evaluation_is_refused(update):
-    with pytest.raises(ValueError, match=r"^WithModes cannot .* such as AdamW, or leave the offloading out\.$"):
-        OffloadedOptimizer(WithModes(Net().parameters()), update=update)
 
 
 class OffloadsItself(Optimizer):
@@ -187,34 +148,51 @@ class OffloadsItself(Optimizer):
         self.inner.step()
 
 
-def test_what_is_no_optimizer_of_torch_inside_is_refused():
-    with pytest.raises(ValueError, match=r"^OffloadsItself cannot .* such as torch\.optim\.AdamW\.$"):
-        OffloadedOptimizer(OffloadsItself(Net().parameters()))
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda p: Parted(p, lr=0.1), r"^Parted cannot .* or leave the offloading out\.$"),
+        (lambda p: Counted(p, lr=0.1), r"^Counted cannot .* or leave the offloading out\.$"),
+        (WithModes, r"^WithModes cannot .* such as AdamW, or leave the offloading out\.$"),
+        (LBFGS, r"^LBFGS cannot .* whose step needs no closure, such as AdamW\.$"),
+        (OffloadsItself, r"^OffloadsItself cannot .* such as torch\.optim\.AdamW\.$"),
+        (
+            lambda _: AdamW(nn.LazyLinear(2).parameters()),
+            r"^AdamW cannot be offloaded: a parameter of it has no shape yet\.",
+        ),
+        # In the words of torch itself.
+        (
+            lambda p: AdamW(p, differentiable=True),
+            r"^AdamW cannot .* \(RuntimeError: a leaf Variable .*, such as AdamW\.$",
+        ),
+    ],
+    ids=["all at once", "counts its calls", "modes", "closure", "offloads itself", "lazy", "differentiable"],
+)
+@BOTH
+def test_what_cannot_be_stepped_in_chunks_is_refused(make, text, update):
+    with pytest.raises(ValueError, match=text):
+        OffloadedOptimizer(make(Net().parameters()), update=update)
 
 
 @pytest.mark.parametrize("kind", [CountedByGroup, RowByRow, Noisy])
-@pytest.mark.parametrize("update", ["device", "host"])
+@BOTH
 def test_what_keeps_to_its_parameters_is_admitted(kind, update):
     right, _ = train(grouped(kind, momentum=0.9))
     torch.manual_seed(0)
-    result, ours = train(
-        grouped(kind, momentum=0.9), wrap=lambda o: OffloadedOptimizer(o, chunk_bytes=9999, update=update)
-    )
+    result, ours = train(grouped(kind, momentum=0.9), wrap=offloaded(chunk_bytes=9999, update=update))
     if kind is not Noisy:  # of which the parts draw what the whole draws, on some devices
         assert ours.admission.parted is (kind is CountedByGroup and update == "device")
-    for name, value in right.items():
-        assert torch.equal(value, result[name])
+    assert_same(result, right)
 
 
 def test_matrices_that_are_orthogonalised_are_stepped_whole():
     def make(model):
         return Muon([model[0].weight, model[2].weight], lr=1e-2)
 
-    right, _ = train(make)
-    result, ours = train(make, wrap=lambda o: OffloadedOptimizer(o, chunk_bytes=1))
+    ours = compare(make, way={"chunk_bytes": 1})
     assert not ours.admission.parted
     assert len(ours.steps.chunks) == 2
-    assert all(torch.equal(right[name], result[name]) for name in right)
 
 
 def test_the_share_of_state_is_known():
@@ -237,7 +215,7 @@ def shares(update):
     return ours.admission.state_bytes, [str(w.message) for w in warned]
 
 
-@pytest.mark.parametrize("update", ["device", "host"])
+@BOTH
 def test_sharded_parameters_are_tried_without_drawing_for_all_ranks(ranks, update):
     share, warned = ranks(shares, update)
     assert share == pytest.approx(2.0, abs=0.1)

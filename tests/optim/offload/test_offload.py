@@ -9,7 +9,16 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_ups.optim import MasteredOptimizer, MasterWeights, OffloadedOptimizer, adamw_step
 from lightning_ups.transforms.clip import TakesClipCoefficient
-from tests.optim.offloading import LateMemory, Net, assert_same, assert_same_state, grouped, train
+from tests.optim.offloading import (
+    LateMemory,
+    Net,
+    assert_same,
+    assert_same_state,
+    compare,
+    grouped,
+    offloaded,
+    train,
+)
 
 OPTIMIZERS = {
     "adamw": grouped(AdamW),
@@ -28,15 +37,16 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+EACH_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+MASTERS = pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+
+
+@EACH_WAY
+@MASTERS
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_values_are_those_without_it(make, masters, way):
-    right, plain = train(make, masters=masters, freeze_at=1)
     memory = LateMemory()
-    result, ours = train(make, masters=masters, freeze_at=1, wrap=lambda o: OffloadedOptimizer(o, memory=memory, **way))
-    assert_same(result, right)
-    assert_same_state(ours.state_dict(), plain.state_dict())
+    compare(make, way=way, memory=memory, masters=masters, freeze_at=1)
     assert memory.loads + memory.stores > 0
 
 
@@ -53,14 +63,10 @@ class Odd(nn.Module):
         return self.layer(x) * self.scale + self.nothing.sum()
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+@EACH_WAY
+@MASTERS
 def test_a_number_and_nothing_are_parameters_too(masters, way):
-    wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way)  # noqa: E731
-    right, plain = train(grouped(AdamW), masters=masters, model=Odd)
-    result, ours = train(grouped(AdamW), masters=masters, model=Odd, wrap=wrap)
-    assert_same(result, right)
-    assert_same_state(ours.state_dict(), plain.state_dict())
+    compare(grouped(AdamW), way=way, masters=masters, model=Odd)
 
 
 @pytest.fixture
@@ -94,47 +100,38 @@ ONE_KERNEL = {"alone": None, "clip": clip, "others write": meddle, "gaps": sprea
 @pytest.mark.parametrize("way", [way for way in WAYS.values() if "update" not in way], ids=[*WAYS][:4])
 @pytest.mark.parametrize("between", ONE_KERNEL.values(), ids=ONE_KERNEL)
 def test_a_chunk_is_stepped_in_one_kernel_as_all_would_be(anywhere, between, way):
-    make, options = grouped(AdamW, weight_decay=0.1), {"masters": True, "freeze_at": 1, "steps": 6}
-    right, plain = train(make, between=between, **options)
-    count = len(anywhere)
     memory = LateMemory()
-    result, ours = train(make, between=between, wrap=lambda o: OffloadedOptimizer(o, memory=memory, **way), **options)
+    make = grouped(AdamW, weight_decay=0.1)
+    ours = compare(make, way=way, memory=memory, between=between, masters=True, freeze_at=1, steps=6)
     assert ours.in_one_kernel
-    assert len(anywhere) - count >= count
-    assert_same(result, right)
-    assert_same_state(ours.state_dict(), plain.state_dict())
+    assert len(anywhere) >= 2 * 6 * 2, "a step for each group, with it and without"
     assert memory.loads > 0
 
 
 def test_what_the_kernel_does_not_do_the_optimizer_does_by_itself(anywhere):
     for make in (grouped(AdamW, amsgrad=True), grouped(AdamW, fused=False), grouped(SGD, momentum=0.9)):
-        right, _ = train(make, masters=True)
-        result, ours = train(make, masters=True, wrap=lambda o: OffloadedOptimizer(o, memory=LateMemory()))
-        assert not ours.in_one_kernel
-        assert_same(result, right)
+        assert not compare(make, way={}, masters=True).in_one_kernel
     assert not anywhere
 
 
 def test_without_masters_the_kernel_is_taken_where_it_would_be_without_offloading(anywhere):
     make = grouped(AdamW)
     for allowed in (False, True):
-        _, ours = train(make, wrap=lambda o: OffloadedOptimizer(o, memory=LateMemory()), steps=0)
+        _, ours = train(make, wrap=offloaded(), steps=0)
         assert not ours.in_one_kernel
         if allowed:
             ours.allow_one_kernel()
         assert ours.in_one_kernel == allowed
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_what_is_written_at_every_step_is_never_lost(way):
-    make, options = grouped(AdamW), {"masters": True, "steps": 8, "between": meddle}
-    right, _ = train(make, **options)
-    wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way)  # noqa: E731
-    assert_same(train(make, wrap=wrap, **options)[0], right)
+@EACH_WAY
+def test_what_others_write_into_a_parameter_is_never_lost(way):
+    compare(grouped(AdamW), way=way, masters=True, steps=8, between=meddle)
 
 
-@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
-def test_state_that_stays_is_saved_as_what_it_is(masters):
+@MASTERS
+@pytest.mark.parametrize("resident", [0.0, 0.9])
+def test_state_is_saved_as_what_it_is(masters, resident):
     class Mixed(SGD):
         @torch.no_grad()
         def step(self, closure=None):
@@ -145,11 +142,8 @@ def test_state_that_stays_is_saved_as_what_it_is(masters):
                 state["seen"] += 1
                 state["sum"] += p.grad
 
-    def wrap(inner):
-        return OffloadedOptimizer(inner, memory=LateMemory(), resident=0.9, chunk_bytes=4096)
-
-    _, ours = train(grouped(Mixed), masters=masters, wrap=wrap)
-    assert ours.device_bytes > ours.host_bytes
+    _, ours = train(grouped(Mixed), masters=masters, wrap=offloaded(resident=resident, chunk_bytes=4096))
+    assert resident == 0 or ours.device_bytes > ours.host_bytes
     saved = io.BytesIO()
     torch.save(ours.state_dict(), saved)  # torch refuses one storage of two types
     saved.seek(0)
@@ -161,32 +155,24 @@ def test_state_that_stays_is_saved_as_what_it_is(masters):
             assert master.untyped_storage().nbytes() == master.nbytes  # a model's checkpoint has no more than weights
 
 
-def test_most_of_the_state_is_on_the_host_and_little_on_the_device():
+@pytest.mark.parametrize(
+    ("model", "chunk_bytes", "peak"),
+    [
+        (Net, 15_000, 3 * 2 * 3 * 1024 * 4),  # three chunks of at most two smallest parts of three tensors
+        (lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(16)]), 50_000, 3 * 51_000),
+    ],
+    ids=["parts", "layers"],
+)
+def test_all_state_is_on_the_host_and_three_chunks_are_on_the_device(model, chunk_bytes, peak):
     memory = LateMemory()
-    _, ours = train(
-        OPTIMIZERS["adamw"], masters=True, wrap=lambda o: OffloadedOptimizer(o, memory=memory, chunk_bytes=15_000)
-    )
-    state = 12 * sum(p.numel() for p in Net().parameters())  # a master and two moments, four bytes each
+    wrap = offloaded(memory, chunk_bytes=chunk_bytes)
+    _, ours = train(OPTIMIZERS["adamw"], masters=True, model=model, wrap=wrap)
+    state = 12 * sum(p.numel() for p in model().parameters())  # a master and two moments, four bytes each
     assert ours.steps.host_bytes == state
     assert memory.on_host >= state
     assert memory.on_device == ours.steps.device_bytes
-    assert memory.peak <= 3 * 2 * 3 * 1024 * 4  # three chunks of at most two smallest parts of three tensors
-
-
-def test_at_least_sixty_percent_less_is_on_the_device():
-    memory = LateMemory()
-    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)])
-    masters = MasterWeights(model, dtype=torch.bfloat16)
-    ours = OffloadedOptimizer(
-        MasteredOptimizer(AdamW(model.parameters(), lr=1e-2, fused=True), masters), memory=memory, chunk_bytes=50_000
-    )
-    for _ in range(3):
-        model(torch.ones(2, 128, dtype=torch.bfloat16)).sum().backward()
-        ours.step()
-        ours.zero_grad()
-    whole = 12 * sum(p.numel() for p in model.parameters())
-    assert ours.steps.host_bytes == whole
-    assert memory.peak <= 3 * 50_000 < 0.4 * whole
+    assert memory.peak <= peak
+    assert model is Net or peak < 0.4 * state
 
 
 class Words(nn.Module):
@@ -220,8 +206,7 @@ def test_sparse_gradients_are_stepped(make, way):
             model.words.weight.grad.mul_(0.5)
 
     right, plain = train(make, model=Words, between=clip_if_ours)
-    wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way)  # noqa: E731
-    result, ours = train(make, model=Words, between=clip_if_ours, wrap=wrap)
+    result, ours = train(make, model=Words, between=clip_if_ours, wrap=offloaded(**way))
     assert_same(result, right)
     for name, value in plain.state_dict()["state"][0].items():
         assert torch.equal(to_dense(ours.state_dict()["state"][0][name]), to_dense(value))
@@ -238,38 +223,26 @@ def test_a_sparse_gradient_has_no_parts():
 
 
 def test_a_share_stays_on_the_device():
-    memory = LateMemory()
-    _, ours = train(
-        OPTIMIZERS["adamw"], wrap=lambda o: OffloadedOptimizer(o, memory=memory, chunk_bytes=4096, resident=0.3)
-    )
+    _, ours = train(OPTIMIZERS["adamw"], wrap=offloaded(chunk_bytes=4096, resident=0.3))
     resident = sum(chunk.nbytes_kept for chunk in ours.steps.chunks if chunk.resident)
-    whole = resident + ours.steps.host_bytes
-    assert 0 < resident <= 0.3 * whole
+    assert 0 < resident <= 0.3 * (resident + ours.steps.host_bytes)
 
 
-def test_the_same_state_dict_resumes_with_it_and_without():
-    for masters in (False, True):
-        make = OPTIMIZERS["fused"]
-        right, _ = train(make, masters=masters, steps=6)
-        for save_ours, load_ours in [(True, True), (True, False), (False, True)]:
-            assert_same(resumed(make, masters, save_ours, load_ours), right)
-
-
-def resumed(make, masters, save_ours, load_ours):
-    def wrap(ours):
-        return (lambda o: OffloadedOptimizer(o, memory=LateMemory(), chunk_bytes=20_000)) if ours else None
-
-    model, optimizer = train_then(make, masters, wrap(save_ours), range(3))
+@pytest.mark.parametrize(("save_ours", "load_ours"), [(True, True), (True, False), (False, True)])
+@MASTERS
+def test_the_same_state_dict_resumes_with_it_and_without(masters, save_ours, load_ours):
+    wraps = [offloaded(chunk_bytes=20_000) if ours else None for ours in (save_ours, load_ours)]
+    model, optimizer = train_then(masters, wraps[0], range(3))
     saved = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
     saved.seek(0)
-    model, _ = train_then(make, masters, wrap(load_ours), range(3, 6), torch.load(saved))
-    return model.state_dict()
+    model, _ = train_then(masters, wraps[1], range(3, 6), torch.load(saved))
+    assert_same(model.state_dict(), train(OPTIMIZERS["fused"], masters=masters, steps=6)[0])
 
 
-def train_then(make, masters, wrap, steps, saved=None):
+def train_then(masters, wrap, steps, saved=None):
     model = Net()
-    optimizer = make(model)
+    optimizer = OPTIMIZERS["fused"](model)
     if masters:
         optimizer = MasteredOptimizer(optimizer, MasterWeights(model, dtype=torch.bfloat16))
     optimizer = wrap(optimizer) if wrap else optimizer
@@ -287,25 +260,17 @@ def train_then(make, masters, wrap, steps, saved=None):
 
 
 def test_schedulers_drive_it():
-    def make(model):
-        return AdamW(model.parameters(), lr=1e-2)
+    schedules, rates = [], []
 
-    def scheduled(wrap):
-        schedules = {}
+    def between(step, model, optimizer):
+        if step == 0:
+            schedules.append(OneCycleLR(optimizer, max_lr=0.1, total_steps=5))
+        else:
+            schedules[-1].step()
+        rates.append(optimizer.param_groups[0]["lr"])
 
-        def between(step, model, optimizer):
-            if step == 0:
-                schedules[0] = OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
-            else:
-                schedules[0].step()
-
-        weights, optimizer = train(make, wrap=wrap, between=between)
-        return weights, [group["lr"] for group in optimizer.param_groups]
-
-    right, rates = scheduled(None)
-    result, ours = scheduled(lambda o: OffloadedOptimizer(o, memory=LateMemory(), chunk_bytes=9999))
-    assert ours == rates
-    assert_same(result, right)
+    compare(lambda model: AdamW(model.parameters(), lr=1e-2), way={"chunk_bytes": 9999}, between=between)
+    assert rates[:4] == rates[4:]
 
 
 def test_a_clip_coefficient_is_taken_in_the_step():
@@ -320,25 +285,11 @@ def test_a_clip_coefficient_is_taken_in_the_step():
         return train(OPTIMIZERS["momentum"], wrap=wrap, between=between)[0]
 
     for way in WAYS.values():
-        assert_same(clipped(lambda o, w=way: OffloadedOptimizer(o, memory=LateMemory(), **w)), clipped(None))
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_what_others_write_into_a_parameter_reaches_its_master(way):
-    def between(step, model, optimizer):
-        if step == 1:
-            model[0].weight.data.clamp_(-0.05, 0.05)
-        if step == 2:
-            with torch.no_grad():
-                model[2].bias.fill_(0.25)
-
-    right, _ = train(OPTIMIZERS["adamw"], masters=True, between=between)
-    wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way)  # noqa: E731
-    assert_same(train(OPTIMIZERS["adamw"], masters=True, between=between, wrap=wrap)[0], right)
+        assert_same(clipped(offloaded(**way)), clipped(None))
 
 
 @pytest.mark.parametrize("put", [False, True], ids=["added", "put in place"])
-@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+@MASTERS
 @pytest.mark.parametrize("way", [{}, {"update": "host"}], ids=["device", "host"])
 def test_a_group_that_comes_later_is_offloaded_too(way, masters, put):
     def make(model):
@@ -351,11 +302,7 @@ def test_a_group_that_comes_later_is_offloaded_too(way, masters, put):
         elif step == 2:
             optimizer.add_param_group(new)
 
-    wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way)  # noqa: E731
-    right, plain = train(make, between=between, masters=masters)
-    result, ours = train(make, between=between, masters=masters, wrap=wrap)
-    assert_same(result, right)
-    assert_same_state(ours.state_dict(), plain.state_dict())
+    ours = compare(make, way=way, between=between, masters=masters)
     assert [group["lr"] for group in ours.stepper.param_groups] == ([0.1, 0.03] if put else [1e-2, 0.1])
     each = 12 if masters else 8
     numbers = sum(p.numel() for i in (0, 2) for p in Net()[i].parameters())
@@ -384,7 +331,7 @@ def test_a_closure_and_hooks_are_called_once():
 
 def test_state_that_others_move_stays_on_the_host_and_what_they_write_counts():
     memory = LateMemory()
-    _, ours = train(OPTIMIZERS["adamw"], wrap=lambda o: OffloadedOptimizer(o, memory=memory))
+    _, ours = train(OPTIMIZERS["adamw"], wrap=offloaded(memory))
     before = {p: entries["exp_avg"].data_ptr() for p, entries in ours.state.items()}
     for entries in ours.state.values():  # as Lightning does it, when state was restored
         for name, value in entries.items():
@@ -422,32 +369,22 @@ def _made_by_hand(optimizer):
         optimizer.state[key] = {"step": torch.tensor(7.0), **moments, "max_exp_avg_sq": torch.ones(key.shape)}
 
 
-@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@MASTERS
+@EACH_WAY
 @pytest.mark.parametrize("write", [_anew, _emptied, _zeroed, _counted_as_third, _made_by_hand])
 def test_whatever_is_written_into_the_state_counts(write, way, masters):
     def between(step, _, optimizer):
         if step == 2:
             write(optimizer)
 
-    right, plain = train(OPTIMIZERS["adamw"], masters=masters, between=between)
-    result, ours = train(
-        OPTIMIZERS["adamw"],
-        masters=masters,
-        between=between,
-        wrap=lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way),
-    )
-    assert_same(result, right)
-    assert_same_state(ours.state_dict(), plain.state_dict())
+    compare(OPTIMIZERS["adamw"], way=way, masters=masters, between=between)
 
 
-@pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@MASTERS
+@EACH_WAY
 def test_undone_it_leaves_the_optimizer_as_it_would_be(way, masters):
     _, plain = train(OPTIMIZERS["adamw"], masters=masters)
-    _, ours = train(
-        OPTIMIZERS["adamw"], masters=masters, wrap=lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way)
-    )
+    _, ours = train(OPTIMIZERS["adamw"], masters=masters, wrap=offloaded(**way))
     inner = ours.undo()
     assert type(inner) is type(plain)
     assert_same_state(inner.state_dict(), plain.state_dict())
@@ -455,20 +392,17 @@ def test_undone_it_leaves_the_optimizer_as_it_would_be(way, masters):
         assert all(type(master) is nn.Parameter for master in inner.masters.of.values())
 
 
-def test_saved_state_is_no_larger_than_itself():
-    _, ours = train(OPTIMIZERS["adamw"], wrap=lambda o: OffloadedOptimizer(o, memory=LateMemory()))
-    for entries in ours.state_dict()["state"].values():
-        value = entries["exp_avg"]
-        assert value.untyped_storage().nbytes() == value.nbytes  # a view of a block would be saved as all of that
-
-
-def on_a_gpu(wrap, make, saved=None, steps=range(4), masters=False):
+def made_on_a_gpu(wrap, make, *, masters):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)]).cuda()
     optimizer = make(model)
     if masters:
         optimizer = MasteredOptimizer(optimizer, MasterWeights(model, dtype=torch.bfloat16))
-    optimizer = wrap(optimizer)
+    return model, wrap(optimizer)
+
+
+def on_a_gpu(wrap, make, saved=None, steps=range(4), masters=False):
+    model, optimizer = made_on_a_gpu(wrap, make, masters=masters)
     if saved:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -481,7 +415,7 @@ def on_a_gpu(wrap, make, saved=None, steps=range(4), masters=False):
 
 
 @pytest.mark.gpu(count=1)
-@pytest.mark.parametrize("masters", [False, True])
+@MASTERS
 @pytest.mark.parametrize("way", [{"chunk_bytes": 2**18}, {"chunk_bytes": 2**20, "resident": 0.4}], ids=repr)
 def test_on_a_gpu_values_stay_and_it_resumes_equal(way, masters):
     make = grouped(AdamW, fused=False, foreach=True)  # the kernels that step the masters without it, too
@@ -503,7 +437,7 @@ def on_host(state):
 
 
 @pytest.mark.gpu(count=1)
-@pytest.mark.parametrize("masters", [False, True])
+@MASTERS
 def test_on_a_gpu_the_cpu_steps(masters):
     make = grouped(AdamW, fused=True)
     right = stepped_on_a_gpu(lambda o: o, make, masters=masters)[0]
@@ -517,12 +451,7 @@ def test_on_a_gpu_the_cpu_steps(masters):
 
 def stepped_on_a_gpu(wrap, make, *, masters):
     """Step with gradients that are given: those of a model would carry every rounding on to the next step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)]).cuda()
-    optimizer = make(model)
-    if masters:
-        optimizer = MasteredOptimizer(optimizer, MasterWeights(model, dtype=torch.bfloat16))
-    optimizer = wrap(optimizer)
+    model, optimizer = made_on_a_gpu(wrap, make, masters=masters)
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
         for p in model.parameters():
