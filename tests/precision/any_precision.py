@@ -319,6 +319,24 @@ def made(drawn):
     return KINDS[kind](**options)
 
 
+def fresh(drawn):
+    """Return what was drawn, built and not trained."""
+    model = Any(drawn)
+    model.configure_model()
+    return model
+
+
+def twin_of(drawn, model):
+    """Return another module with the weights of ``model``, in their types, and what is frozen of them."""
+    twin = fresh(drawn)
+    twin.load_state_dict({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in model.state_dict().items()})
+    for p, q in zip(twin.parameters(), model.parameters(), strict=True):
+        p.requires_grad_(q.requires_grad)
+        if p.dtype != q.dtype:
+            p.data = q.data.clone()
+    return twin
+
+
 # Comparing
 
 
@@ -385,9 +403,7 @@ def _compare(drawn, path):
     except Exception as error:  # noqa: BLE001  (float32 does not train it, so we need not)
         return f"not in float32: {type(error).__name__}: {error}"
     ours = fit(drawn, path, made(drawn), name="ours")
-    started = Any(drawn)
-    started.configure_model()
-    start = {n: p.detach().clone() for n, p in started.named_parameters(remove_duplicate=False)}
+    start = {n: p.detach().clone() for n, p in fresh(drawn).named_parameters(remove_duplicate=False)}
     found = agreed(lambda: outside(drawn, path, ours, right, start) or after(drawn, ours, right) or saved(drawn, path))
     for check in drawn["checks"]:
         if not found:
@@ -456,8 +472,7 @@ ROUNDING = {"bf16": 2**-8, "bf16 weights": 2**-8, "float8": 2**-4, "te": 2**-4}
 
 def _is_chaotic(drawn, path, right, *, factor):
     """Return whether float32 itself comes to other losses from weights that differ by as much as they are rounded."""
-    model = Any(drawn)
-    model.configure_model()
+    model = fresh(drawn)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -502,10 +517,9 @@ def _is_near(mine, theirs, *, factor):
 def after(drawn, ours, right):
     """Return what a fit has left on the module, or lost from it."""
     model, low = ours.model, drawn["precision"][0] == "bf16 weights"
-    fresh = Any(drawn)
-    fresh.configure_model()
+    plain = fresh(drawn)
     for (name, p), (other, q) in zip(
-        model.named_parameters(remove_duplicate=False), fresh.named_parameters(remove_duplicate=False), strict=True
+        model.named_parameters(remove_duplicate=False), plain.named_parameters(remove_duplicate=False), strict=True
     ):
         if name != other or p.shape != q.shape or (p.dtype != q.dtype and not low):
             return f"after: {name} {p.dtype} {tuple(p.shape)} for {other} {q.dtype} {tuple(q.shape)}"
@@ -516,8 +530,8 @@ def after(drawn, ours, right):
             return f"after: {name} is trained: {p.requires_grad} for {stays}"
         if "__deepcopy__" in vars(p):
             return f"after: {name} still copies as another"
-    if hooks_of(model) != hooks_of(fresh):
-        left = [n for n, v in hooks_of(fresh).items() if hooks_of(model).get(n) != v]
+    if hooks_of(model) != hooks_of(plain):
+        left = [n for n, v in hooks_of(plain).items() if hooks_of(model).get(n) != v]
         return f"after: hooks or classes of {left}"
     if not drawn["settings"]["late"] and ours.before != hooks_of(model):
         return "after: hooks other than before"
@@ -528,26 +542,26 @@ def after(drawn, ours, right):
             return "after: an optimizer steps what the module does not have"
         if not {k for k in optimizer.state if isinstance(k, torch.Tensor)} <= mine | {None}:
             return "after: an optimizer has state for what it does not step"
-    if list(ours.state) != list(fresh.state_dict()):
-        return f"after: state {list(ours.state)} for {list(fresh.state_dict())}"
-    return _plainly_usable(drawn, ours, fresh, low=low)
+    if list(ours.state) != list(plain.state_dict()):
+        return f"after: state {list(ours.state)} for {list(plain.state_dict())}"
+    return _plainly_usable(drawn, ours, plain, low=low)
 
 
-def _plainly_usable(drawn, ours, fresh, *, low):
+def _plainly_usable(drawn, ours, plain, *, low):
     """Return what keeps plain torch from going on with the module."""
     if low:
         return ""
-    fresh.load_state_dict(ours.state)
+    plain.load_state_dict(ours.state)
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
     parted = drawn["settings"]["late"] or any(kind == "extra state" for kind, _ in drawn["parts"])
     values, model = [], ours.model
-    for one in (model, fresh):
+    for one in (model, plain):
         one.eval()
         values.append(one.loss(x, 0))
     if not torch.equal(*(v.detach() for v in values)) and not parted:
         return f"after: a plain forward gives {values[0].item()} for {values[1].item()}"
     grads = []
-    for one, value in zip((model, fresh), values, strict=True):
+    for one, value in zip((model, plain), values, strict=True):
         one.zero_grad()
         value.backward()
         grads.append([None if p.grad is None else p.grad.to_dense() for p in one.parameters() if p.requires_grad])
@@ -612,8 +626,8 @@ def check_resume(drawn, path, ours, right, start):
     again = fit(drawn, path, made(drawn), name="again", ckpt=path / "ours" / "epoch=0.ckpt")
     half = len(ours.losses) // 2
     if [*ours.losses[half:]] != again.losses and not any(x != x for x in again.losses):
-        return _by_chance(drawn) or f"losses {again.losses} for {ours.losses[half:]}"
-    found = _by_chance(drawn) or other_bits(again, ours, losses=False)
+        return f"losses {again.losses} for {ours.losses[half:]}"
+    found = other_bits(again, ours, losses=False)
     return "" if found and drawn["ranks"] == 1 and not _resumes_to_the_bit(drawn, path, right) else found
 
 
@@ -623,15 +637,9 @@ def _resumes_to_the_bit(drawn, path, right):
     return not other_bits(again, right, losses=False)
 
 
-def _by_chance(drawn):
-    return ""
-
-
 def _is_written_by_evaluation(drawn):
     """Return whether evaluation changes weights, which is torch's own way with an embedding that has ``max_norm``."""
-    model = Any(drawn)
-    model.configure_model()
-    return any(getattr(module, "max_norm", None) is not None for module in model.modules())
+    return any(getattr(module, "max_norm", None) is not None for module in fresh(drawn).modules())
 
 
 def check_validate(drawn, path, ours, right, start):
@@ -665,15 +673,8 @@ def _second_half(drawn, again, right, start):
 def check_twice(drawn, path, ours, right, start):
     """A second fit of a module is the first of one with its weights."""
     first = fit(drawn, path, made(drawn), name="first", epochs=1)
-    twin = Any(drawn)
-    twin.configure_model()
-    twin.load_state_dict(first.state)
+    twin = twin_of(drawn, first.model)
     twin.calls = first.model.calls
-    for p, q in zip(twin.parameters(), first.model.parameters(), strict=True):
-        p.requires_grad_(q.requires_grad)
-        if p.dtype != q.dtype:
-            p.data = p.data.to(q.dtype)
-            p.data.copy_(q.data)
     first.model.losses.clear()
     second = fit(drawn, path, made(drawn), name="second", model=first.model, epochs=1)
     other = fit(drawn, path, made(drawn), name="other", model=twin, epochs=1)
@@ -729,23 +730,17 @@ def check_fail(drawn, path, ours, right, start):
     else:
         return "did not stop"
     model.fail_at, model.calls = None, 0
-    twin = Any(drawn)
-    twin.configure_model()
-    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-        if p.dtype != q.dtype and drawn["precision"][0] != "bf16 weights":
+    plain, low = fresh(drawn), drawn["precision"][0] == "bf16 weights"
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if p.dtype != q.dtype and not low:
             return f"{name} is {p.dtype}"
-    if hooks_of(model) != hooks_of(twin):
+    if hooks_of(model) != hooks_of(plain):
         return "hooks"
     model.losses.clear()
-    state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in model.state_dict().items()}
+    twin = twin_of(drawn, model)
     fit_again = fit(drawn, path, made(drawn), name="failed again", model=model)
-    twin.load_state_dict(state)
-    for p, q in zip(twin.parameters(), model.parameters(), strict=True):
-        p.requires_grad_(q.requires_grad)
     other = fit(drawn, path, made(drawn), name="failed twin", model=twin)
-    return (
-        "" if drawn["settings"]["unfreeze"] or drawn["precision"][0] == "bf16 weights" else other_bits(fit_again, other)
-    )
+    return "" if drawn["settings"]["unfreeze"] or low else other_bits(fit_again, other)
 
 
 RUNS = {

@@ -3,7 +3,6 @@
 from collections import Counter
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,7 +86,3 @@ def whole_state(model):
 
 def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def rank():
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -45,6 +45,7 @@ def test_a_string_of_patterns_is_refused(kind):
     ("given", "text"),
     [
         ({"recipe": "rowise"}, "recipe 'rowise' is unknown. Use one of ('tensorwise', "),
+        ({"number_format": "e5m2"}, "format 'e5m2' is unknown. Use one of ('e4m3', 'hybrid')"),
         ({"recipe": "rowwise", "all_gather": True}, "'rowwise' is given with all_gather=True"),
         ({"recipe": "rowwise", "number_format": "hybrid"}, "'rowwise' is given with number_format='hybrid'"),
     ],

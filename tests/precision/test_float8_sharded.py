@@ -4,12 +4,10 @@ from types import MethodType
 
 import pytest
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups.order import applied
-from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.float8.convert import float8_linears
 from lightning_ups.transforms.float8.gather import gathers_in_float8
@@ -127,49 +125,32 @@ def scales_and_weights(model):
 
 
 def scales_of_a_run(tmp_path):
-    seen = {}
-
-    def watch(model):
-        model.on_train_batch_start = lambda *_: seen.setdefault("before the first step", scales_and_weights(model))
-        model.on_train_batch_end = lambda *_: seen.update({"after a step": scales_and_weights(model)})
-
-    wide.train(tmp_path, {}, prepare=watch)
-    return seen
-
-
-def test_scales_are_those_of_the_weights_before_and_after_each_step(ranks, tmp_path):
-    for when, pairs in ranks(scales_of_a_run, tmp_path).items():
-        for scale, right in pairs:
-            assert scale == pytest.approx(right, rel=1e-6), when
-
-
-def a_weight_that_a_callback_sets(tmp_path):
+    """Return pairs before and after each step, whose weights a callback has made eight times larger before it."""
     seen = []
 
     def watch(model):
         def started(*_):
             with torch.no_grad():
                 for layer in model.layers:
-                    layer.up.weight.mul_(8)  # its scale is now eight times too large
+                    layer.up.weight.mul_(8)
 
-        def stepped(*_):
-            pass
-
-        model.on_train_batch_start = started
         step = model.training_step
 
         def training_step(*args):
             seen.append(scales_and_weights(model))
             return step(*args)
 
-        model.training_step = training_step
+        model.on_train_batch_start, model.training_step = started, training_step
+        model.on_train_batch_end = lambda *_: seen.append(scales_and_weights(model))
 
     wide.train(tmp_path, {}, prepare=watch, steps=2)
     return seen
 
 
-def test_a_scale_is_not_left_stale_by_a_write(ranks, tmp_path):
-    for pairs in ranks(a_weight_that_a_callback_sets, tmp_path):
+def test_scales_are_those_of_the_weights_before_and_after_each_step_whoever_wrote_them(ranks, tmp_path):
+    found = ranks(scales_of_a_run, tmp_path)
+    assert len(found) == 4
+    for pairs in found:
         assert all(scale == pytest.approx(right, rel=1e-6) for scale, right in pairs)
 
 
@@ -189,14 +170,9 @@ def saved(tmp_path, options, steps=4):
 
 
 def resumed(tmp_path, options, path, ranks):
-    scales = []
-
-    def watch(model):
-        if ranks > 1 and options is not None:
-            model.on_train_start = lambda: scales.extend(scales_and_weights(model))
-
-    model = wide.Wide()
-    watch(model)
+    scales, model = [], wide.Wide()
+    if ranks > 1 and options is not None:
+        model.on_train_start = lambda: scales.extend(scales_and_weights(model))
     lightning = trainer(
         tmp_path,
         epochs=4,
@@ -232,22 +208,14 @@ def one_file(tmp_path, options):
 
 
 @pytest.mark.parametrize("to", [{}, None], ids=["float8", "bfloat16"])
-def test_one_file_of_a_sharded_float8_run_goes_on_on_one_device(ranks, tmp_path, to):
+def test_one_file_of_a_sharded_float8_run_is_plain_and_goes_on_on_one_device(ranks, tmp_path, to):
     path = ranks(one_file, tmp_path, {})
-    model = wide.Wide()
-    lightning = trainer(tmp_path, epochs=4, plugins=[wide.precision(to)])
-    lightning.fit(model, torch.utils.data.DataLoader(cases.data(), batch_size=cases.SAMPLES), ckpt_path=path)
-    right = one_device(tmp_path, {})
-    assert [loss.item() for loss in model.losses] == pytest.approx(right[2:], rel=5e-2)
-
-
-def test_one_file_of_a_sharded_float8_run_is_plain(ranks, tmp_path):
-    checkpoint = torch.load(ranks(one_file, tmp_path, {}), weights_only=True)
-    plain = wide.Wide()
-    plain.load_state_dict(checkpoint["state_dict"])
+    checkpoint = torch.load(path, weights_only=True)
     assert {value.dtype for value in checkpoint["state_dict"].values()} == {torch.float32}
     moments = [value for state in checkpoint["optimizer_states"][0]["state"].values() for value in state.values()]
     assert {type(value) for value in moments} == {torch.Tensor}
+    found, _, _ = resumed(tmp_path, to, path, 1)
+    assert found == pytest.approx(one_device(tmp_path, {})[2:], rel=5e-2)
 
 
 def second_fit(tmp_path, first, second):
@@ -293,34 +261,6 @@ def test_what_is_gathered_is_reported(ranks, tmp_path):
     assert "Precision: 4 linear layers multiply in float8, tensorwise, gathered in float8; 2 do not" in lines
     assert facts["gathered_in_float8"] is True
     assert facts["not_float8"] == dict.fromkeys(("embed", "head"), "outside the blocks")
-
-
-def sharded_by_hand(tmp_path):
-    from torch.distributed.fsdp import fully_shard
-
-    class ByHand(wide.Wide):
-        def build(self):
-            pass
-
-        def configure_model(self):
-            if not hasattr(self, "head"):
-                wide.Wide.build(self)
-                for module in (*self.layers, self.head):
-                    fully_shard(module, mesh=self.device_mesh["data_parallel"])
-
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    lightning = trainer(tmp_path, strategy=strategy, devices=2, plugins=[wide.precision({})])
-    lightning.fit(ByHand(), torch.utils.data.DataLoader(cases.data(), batch_size=8))
-
-
-def test_a_module_that_its_user_sharded_is_refused(ranks, tmp_path):
-    with pytest.raises(AssertionError, match=r"was sharded before Float8Precision could convert it.*FSDP2Strategy"):
-        ranks(sharded_by_hand, tmp_path)
-
-
-def test_precisions_are_what_they_say():
-    assert isinstance(wide.precision(None), BF16Precision)
-    assert isinstance(wide.precision({}), Float8Precision)
 
 
 class Reused(wide.Wide):

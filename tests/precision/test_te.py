@@ -359,11 +359,6 @@ class TestErrors:
             text = TEPrecision().refusal(run_of(Net(), settings | {"strategy": split}, []))
             assert text.endswith("Use tensor_parallel_size=1, or Float8Precision.")
 
-    def test_norms_alone_are_nothing_in_float8(self, tmp_path):
-        with pytest.raises(ValueError, match=r"Of Net Transformer Engine can compute norms alone"):
-            fit(tmp_path, TEPrecision(include=["model.layers.*.attention_norm"], fuse="none"))
-        fit(tmp_path, TEPrecision(include=["model.layers.*.attention_norm"], fuse="none", recipe=None), epochs=1)
-
     def test_modules_that_do_not_run(self, tmp_path):
         class Idle(Net):
             def loss(self, batch):

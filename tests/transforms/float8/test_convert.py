@@ -17,7 +17,7 @@ from lightning_ups.transforms.float8.convert import (
     float8_linears,
 )
 from lightning_ups.transforms.float8.gather import gathers_in_float8
-from lightning_ups.transforms.float8.recipes import check_recipe, compiler_settings
+from lightning_ups.transforms.float8.recipes import compiler_settings
 
 STATES = [f"autograd_cache_{state}" for state in ("hit", "miss", "bypass")]
 MARKED = "unsafe_marked_cacheable_functions"
@@ -68,28 +68,35 @@ def test_products_are_in_float8_and_near_those_of_bfloat16(recipe):
         assert error < 0.08, error
 
 
-def test_layers_in_blocks_are_converted_and_the_rest_says_why():
-    done = convert_to_float8(Model(), recipe="tensorwise", emulate=True)
-    assert done.converted == tuple(f"layers.{i}.{j}" for i in range(3) for j in (0, 2))
-    assert done.skipped == dict.fromkeys(("attention.out_proj", "own", "odd", "head"), "outside the blocks")
+IN_BLOCKS = tuple(f"layers.{i}.{j}" for i in range(3) for j in (0, 2))
 
 
-def test_with_the_head_what_does_not_fit_says_why():
-    done = convert_to_float8(Model(), recipe="tensorwise", head=True, exclude=["layers.0.*"], emulate=True)
-    assert "head" in done.converted
-    assert "layers.1.0" in done.converted
-    assert done.skipped == {
-        "layers.0.0": "excluded by 'layers.0.*'",
-        "layers.0.2": "excluded by 'layers.0.*'",
-        "attention.out_proj": "nn.MultiheadAttention reads its weight and never calls it",
-        "own": "has a forward of its own",
-        "odd": "32 x 24 is no multiple of 16",
-    }
-
-
-def test_by_pattern():
-    done = convert_to_float8(Model(), recipe="tensorwise", include=["layers.*.0", "head"], emulate=True)
-    assert done.converted == ("layers.0.0", "layers.1.0", "layers.2.0", "head")
+@pytest.mark.parametrize(
+    ("options", "converted", "skipped"),
+    [
+        ({}, IN_BLOCKS, dict.fromkeys(("attention.out_proj", "own", "odd", "head"), "outside the blocks")),
+        ({"include": ["layers.*.0", "head"]}, ("layers.0.0", "layers.1.0", "layers.2.0", "head"), {}),
+        (
+            {"head": True, "exclude": ["layers.0.*"]},
+            (*IN_BLOCKS[2:], "head"),
+            {
+                "layers.0.0": "excluded by 'layers.0.*'",
+                "layers.0.2": "excluded by 'layers.0.*'",
+                "attention.out_proj": "nn.MultiheadAttention reads its weight and never calls it",
+                "own": "has a forward of its own",
+                "odd": "32 x 24 is no multiple of 16",
+            },
+        ),
+    ],
+    ids=["in blocks", "by pattern", "with the head"],
+)
+def test_patterns_choose_and_what_is_left_says_why(options, converted, skipped):
+    model = Model()
+    fitting = fitting_linears(model, recipe="tensorwise", **options)
+    done = convert_to_float8(model, recipe="tensorwise", emulate=True, **options)
+    assert (done.converted, done.skipped) == (converted, skipped)
+    assert tuple(fitting) == converted
+    assert conversion_of(model) is done
 
 
 def test_names_values_flags_ties_and_hooks_stay():
@@ -260,67 +267,43 @@ def test_a_batch_of_no_multiple_of_sixteen_tokens_trains():
     model(data()[:7]).float().sum().backward()
 
 
-def test_nothing_to_convert_says_why_and_what_to_do():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with pytest.raises(
-        ValueError, match=r"No linear layer of Sequential.*0: 3 x 3 is no multiple of 16.*include.*BF16Precision"
-    ):
-        convert_to_float8(model, recipe="tensorwise", emulate=True)
-
-
 class Transposed(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(16, 32))
 
 
-def test_layers_that_multiply_and_are_no_linear_are_named():
-    named = re.escape(f"{__name__}.Transposed (2 of them, 1,024 weights), torch.nn.modules.rnn.RNNCell (1 of them,")
-    model = nn.Sequential(Transposed(), Transposed(), nn.RNNCell(4, 4), nn.Embedding(99, 99), nn.Conv1d(4, 4, 1))
-    with pytest.raises(ValueError, match=rf"not converted: {named} 32 weights\)\. Use BF16Precision\.$"):
-        convert_to_float8(model, recipe="tensorwise", emulate=True)
-    model.append(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=rf"5: .*are no nn\.Linear are not converted: {named} .*include=\["):
-        convert_to_float8(model, recipe="tensorwise", emulate=True)
-
-
-def test_the_layers_of_gpt2_are_named():
+def gpt2():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=50)
-    with pytest.raises(
-        ValueError, match=r"lm_head: .*: transformers\.pytorch_utils\.Conv1D \(8 of them, 24,576 weights"
-    ):
-        convert_to_float8(transformers.GPT2LMHeadModel(config), recipe="tensorwise", emulate=True)
+    return transformers.GPT2LMHeadModel(config)
 
 
-def test_a_model_without_linear_layers_is_not_told_to_name_some():
-    with pytest.raises(ValueError, match=r"in float8\. It has no nn\.Linear\. Use BF16Precision\.$"):
-        convert_to_float8(nn.Sequential(nn.Conv1d(4, 4, 1)), recipe="tensorwise", emulate=True)
+def others(*more):
+    return nn.Sequential(Transposed(), Transposed(), nn.RNNCell(4, 4), nn.Embedding(99, 99), nn.Conv1d(4, 4, 1), *more)
+
+
+NAMED = re.escape(f"{__name__}.Transposed (2 of them, 1,024 weights), torch.nn.modules.rnn.RNNCell (1 of them, 32 weig")
+NONE = {
+    r"No linear layer of Sequential.*0: 3 x 3 is no multiple of 16.*include.*BF16Precision": lambda: nn.Sequential(
+        nn.Linear(3, 3), nn.Linear(3, 3)
+    ),
+    rf"not converted: {NAMED}hts\)\. Use BF16Precision\.$": others,
+    rf"5: .*are no nn\.Linear are not converted: {NAMED}.*include=\[": lambda: others(nn.Linear(3, 3)),
+    r"lm_head: .*: transformers\.pytorch_utils\.Conv1D \(8 of them, 24,576 weights": gpt2,
+    r"in float8\. It has no nn\.Linear\. Use BF16Precision\.$": lambda: nn.Sequential(nn.Conv1d(4, 4, 1)),
+}
+
+
+@pytest.mark.parametrize(("text", "make"), NONE.items(), ids=["too small", "others", "both", "gpt2", "no linear layer"])
+def test_nothing_to_convert_says_why_and_names_layers_of_other_kinds(text, make):
+    with pytest.raises(ValueError, match=text):
+        convert_to_float8(make(), recipe="tensorwise", emulate=True)
 
 
 def test_a_pattern_that_matches_nothing_says_what_would():
     with pytest.raises(ValueError, match=r"'layer\.\*' matches no linear layer of Model.*layers\.\*\.\*"):
         convert_to_float8(Model(), recipe="tensorwise", include=["layer.*"], emulate=True)
-
-
-def test_recipes_are_checked():
-    with pytest.raises(ValueError, match=r"recipe 'rowise' is unknown.*Use one of \('tensorwise', 'rowwise'"):
-        check_recipe("rowise", all_gather=False)
-    with pytest.raises(ValueError, match=r"'rowwise' is given with all_gather=True.*recipe='tensorwise'"):
-        check_recipe("rowwise", all_gather=True)
-    with pytest.raises(ValueError, match=r"format 'e5m2' is unknown.*Use one of \('e4m3', 'hybrid'\)"):
-        check_recipe("tensorwise", all_gather=False, number_format="e5m2")
-    with pytest.raises(ValueError, match=r"'rowwise' is given with number_format='hybrid'.*number_format='e4m3'"):
-        check_recipe("rowwise", all_gather=False, number_format="hybrid")
-
-
-def test_what_fits_is_what_is_converted():
-    model = Model()
-    options = {"recipe": "tensorwise", "head": True, "exclude": ["layers.0.*"]}
-    fitting = fitting_linears(model, **options)
-    done = convert_to_float8(model, **options, emulate=True)
-    assert tuple(fitting) == done.converted
-    assert conversion_of(model) is done
 
 
 def test_losers_stay_and_if_all_lose_it_is_no_error():

@@ -1,8 +1,9 @@
-"""Float8 layers that cast by kernels of ours: torchao's numbers, fewer operators, fewer bytes kept."""
+"""Float8 layers that cast by kernels of ours, by each recipe: torchao's numbers, fewer operators, fewer bytes kept."""
 
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -15,12 +16,31 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812
 
+from lightning_ups.transforms.float8 import compiler_settings
 from lightning_ups.transforms.float8 import layers as float8_layers
 from lightning_ups.transforms.float8.convert import convert_to_float8
 from lightning_ups.transforms.recompute.wrapping import recompute
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 OURS = torch.ops.lightning_ups
+ROWWISE = ("rowwise", "rowwise_with_gw_hp")
+
+
+def cpus_scale_rows():
+    """Return whether torch has a product scaled by rows on CPUs, which torchao asks for."""
+    one = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    try:
+        torch._scaled_mm(one, one.t(), scale_a=torch.ones(16, 1), scale_b=torch.ones(1, 16), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+beside_torchao = pytest.mark.skipif(not cpus_scale_rows(), reason="torch 2.11 scales no rows on CPUs, as torchao asks")
+every_recipe = pytest.mark.parametrize("recipe", ["tensorwise", *ROWWISE])
+as_torchao_has_it = pytest.mark.parametrize(
+    "recipe", ["tensorwise", *(pytest.param(name, marks=beside_torchao) for name in ROWWISE)]
+)
 
 
 class SwiGLU(nn.Module):
@@ -64,14 +84,15 @@ def assert_equal(found, wanted):
         assert one is None or torch.equal(one, other)
 
 
+@as_torchao_has_it
 @pytest.mark.parametrize("rows", [(4, 32), (5, 7), (1,)])  # 35 and 1 are no multiples of 16, over which gradients sum
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_values_and_gradients_are_torchaos_bit_for_bit(dtype, rows):
+def test_values_and_gradients_are_torchaos_bit_for_bit(dtype, rows, recipe):
     with by_torchao():
-        wanted = trained(converted(dtype), rows=rows, dtype=dtype)
-    assert_equal(trained(converted(dtype), rows=rows, dtype=dtype), wanted)
+        wanted = trained(converted(dtype, recipe=recipe), rows=rows, dtype=dtype)
+    assert_equal(trained(converted(dtype, recipe=recipe), rows=rows, dtype=dtype), wanted)
     torch.compiler.reset()
-    compiled = torch.compile(converted(dtype), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(converted(dtype, recipe=recipe), backend="aot_eager", fullgraph=True)
     assert_equal(trained(compiled, rows=rows, dtype=dtype), wanted)
 
 
@@ -113,12 +134,27 @@ def test_gradients_in_e4m3_are_nearer(by_kernels, spread):
         assert 1.4 < coarse / fine < 1.8
 
 
+@as_torchao_has_it
 @pytest.mark.parametrize("frozen", [("gate.weight",), ("gate.weight", "up.weight"), ("down.weight", "down.bias")])
 @pytest.mark.parametrize("wants_input", [True, False])
-def test_frozen_weights_and_inputs_without_gradients(frozen, wants_input):
+def test_frozen_weights_and_inputs_without_gradients(frozen, wants_input, recipe):
     with by_torchao():
-        wanted = trained(converted(frozen=frozen), wants_input=wants_input)
-    assert_equal(trained(converted(frozen=frozen), wants_input=wants_input), wanted)
+        wanted = trained(converted(frozen=frozen, recipe=recipe), wants_input=wants_input)
+    assert_equal(trained(converted(frozen=frozen, recipe=recipe), wants_input=wants_input), wanted)
+
+
+@as_torchao_has_it
+def test_a_transposed_input_and_a_transposed_gradient(recipe):
+    def run():
+        net = converted(recipe=recipe).gate
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        y = net(x.t())
+        (y.t() @ torch.linspace(-1, 1, 32).bfloat16()).float().square().sum().backward()
+        return [y.detach(), x.grad, net.weight.grad]
+
+    with by_torchao():
+        wanted = run()
+    assert_equal(run(), wanted)
 
 
 def test_an_input_has_the_type_of_the_autocast_of_its_device_and_weights_stay_float32():
@@ -132,8 +168,9 @@ def test_an_input_has_the_type_of_the_autocast_of_its_device_and_weights_stay_fl
     assert_equal(found, wanted)
 
 
-def test_no_rows_and_inference_go_as_before():
-    net = converted()
+@every_recipe
+def test_no_rows_and_inference_go_as_before(recipe):
+    net = converted(recipe=recipe)
     assert net(torch.empty(0, 64, dtype=torch.bfloat16)).shape == (0, 64)
     x = torch.randn(4, 64, dtype=torch.bfloat16)
     with torch.inference_mode():
@@ -142,8 +179,9 @@ def test_no_rows_and_inference_go_as_before():
         assert torch.equal(net(x), found)
 
 
-def test_a_second_derivative_is_refused():
-    net, x = converted(), torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
+@every_recipe
+def test_a_second_derivative_is_refused(recipe):
+    net, x = converted(recipe=recipe), torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(net(x).float().square().sum(), x, create_graph=True)
 
@@ -199,11 +237,12 @@ def test_the_gradient_of_a_bias_is_found_where_casts_want_its_gradient_to_be_in_
     assert order.index(OURS.float8_both.default) < order.index(torch.ops.aten.sum.dim_IntList)
 
 
+@every_recipe
 @pytest.mark.parametrize("wants_input", [False, True])
 @config.patch(capture_dynamic_output_shape_ops=True)
-def test_a_graph_may_choose_the_rows(wants_input):
+def test_a_graph_may_choose_the_rows(wants_input, recipe):
     """How many there are is then not known while it is compiled, and may not be asked."""
-    net = converted().gate
+    net = converted(recipe=recipe).gate
 
     def run(backend, *, among=3):
         chosen = torch.arange(32) % among
@@ -231,7 +270,7 @@ def test_what_is_recomputed_casts_no_weight_in_the_order_of_forward():
     assert backward[OURS.float8_columns.default] == 3
 
 
-def sharded(by_kernels, backend=None, recipe="tensorwise"):
+def sharded(by_kernels, backend, recipe):
     """Return the output, and the gradients whole, of a net that two ranks have in parts."""
     net = converted(recipe=recipe)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -245,14 +284,15 @@ def sharded(by_kernels, backend=None, recipe="tensorwise"):
     return [output, *(gradient.full_tensor() for gradient in gradients)]
 
 
-def sharded_alike(backend, recipe="tensorwise"):
-    found, wanted = sharded(True, backend, recipe), sharded(False, recipe=recipe)
+def sharded_alike(backend, recipe):
+    found, wanted = sharded(True, backend, recipe), sharded(False, None, recipe)
     return [torch.equal(one, other) for one, other in zip(found, wanted, strict=True)]
 
 
+@as_torchao_has_it
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_weights_that_are_gathered(ranks, backend):
-    assert ranks(sharded_alike, backend) == [True] * 5
+def test_weights_that_are_gathered(ranks, backend, recipe):
+    assert ranks(sharded_alike, backend, recipe) == [True] * 5
 
 
 def with_a_cast_weight(backend=None):
@@ -287,8 +327,15 @@ def trained_on_gpu(net, rows):
 
 
 @pytest.mark.gpu(capability=(8, 9))
+@pytest.mark.parametrize(("recipe", "compiles"), [("tensorwise", False), *product(ROWWISE, (False, True))])
 @pytest.mark.parametrize("rows", [(4, 32), (5, 7)])
-def test_values_and_gradients_on_a_gpu_are_torchaos_bit_for_bit(rows):
+def test_values_and_gradients_on_a_gpu_are_torchaos_bit_for_bit(rows, compiles, recipe):
     with by_torchao():
-        wanted = trained_on_gpu(converted(), rows)
-    assert_equal(trained_on_gpu(converted(), rows), wanted)
+        wanted = trained_on_gpu(converted(recipe=recipe), rows)
+    net = converted(recipe=recipe)
+    torch.compiler.reset()
+    if compiles:
+        net.gate.compile(fullgraph=True)
+        net.down.compile(fullgraph=True)
+    with compiler_settings(recipe) if compiles else nullcontext():
+        assert_equal(trained_on_gpu(net, rows), wanted)

@@ -1,5 +1,6 @@
 import copy
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,6 @@ from torch import nn
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.transforms.te.convert import convert_to_te
 from lightning_ups.transforms.te.fusions import Fusion
-from lightning_ups.transforms.te.names import from_te_names, to_te_names
 from tests import fake_te
 from tests.transforms.contract import CLAUSES, Subject
 
@@ -110,17 +110,6 @@ def test_what_computes_what():
     }
 
 
-def test_the_layouts_map_names_both_ways():
-    model = gpt()
-    layouts = convert_to_te(model).layouts
-    state = model.state_dict()
-    theirs = to_te_names(state, layouts)
-    assert "layers.0.attention.qkv.layer_norm_weight" in theirs
-    back = from_te_names(theirs, layouts, like=state)
-    assert back.keys() == state.keys()
-    assert all(torch.equal(back[name], value) for name, value in state.items())
-
-
 def test_patterns_choose():
     done = convert_to_te(gpt(), include=["layers.*.attention.*", "head"], exclude=["layers.1.*.*"], fuse="none")
     assert set(done.converted) == {*(f"layers.0.attention.{n}" for n in ("qkv", "out", "q_norm", "k_norm")), "head"}
@@ -145,8 +134,6 @@ def test_what_computes_in_float32_stays_torchs():
     }
     assert done.apart["layers.0.ffn_norm"] == "layers.0.ffn.gate is left out: computes in float32"
     assert done.converted["layers.1.ffn.gate"] == "LayerNormMLP"
-    with pytest.raises(ValueError, match=r"Nothing of GPT.*layers\.0\..*: computes in float32;.*use BF16Precision"):
-        convert_to_te(gpt(), in_float32=["layers.*"])
 
 
 def test_a_network_with_a_part_in_float32_is_not_computed_as_one():
@@ -200,32 +187,38 @@ def test_what_does_not_fit_is_named():
     }
 
 
-def test_nothing_converted_is_an_error():
-    with pytest.raises(ValueError, match=r"Nothing of Linear.*It has no linear layer.*use BF16Precision"):
-        convert_to_te(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"Nothing of Sequential.*0: 4 x 4 is no multiple of 16"):
-        convert_to_te(nn.Sequential(nn.Linear(4, 4)), head=True)
-
-
-@pytest.mark.parametrize("norms", [True, False])
-def test_the_layers_of_gpt2_are_named(norms):
+def gpt2():
     config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=50)
-    with pytest.raises(
-        ValueError,
-        match=r"lm_head: .* converted: transformers\.pytorch_utils\.Conv1D \(8 of them, 24,576 weights\)\. Name",
-    ):
-        convert_to_te(transformers.GPT2LMHeadModel(config), norms=norms, in_float8=True)
+    return transformers.GPT2LMHeadModel(config)
 
 
-def test_norms_alone_are_nothing_in_float8():
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(16))
-    alone = convert_to_te(model, head=True)
-    assert alone.kinds == {"LayerNorm": 1}
-    alone.undo()
-    with pytest.raises(ValueError, match=r"compute norms alone.*0: 4 x 4 is no multiple of 16.*or use recipe=None"):
-        convert_to_te(model, head=True, in_float8=True)
-    with pytest.raises(ValueError, match=r"nothing in float8. It has no nn.Linear.*include=\[\.\.\.\]"):
-        convert_to_te(model[1:], head=True, in_float8=True)
+NAMED = r"lm_head: .* converted: transformers\.pytorch_utils\.Conv1D \(8 of them, 24,576 weights\)\. Name"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "text"),
+    [
+        (lambda: nn.Linear(4, 4), {}, r"Nothing of Linear.*It has no linear layer.*use BF16Precision"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), {"head": True}, r"Nothing of Sequential.*0: 4 x 4 is no multiple of"),
+        (gpt, {"in_float32": ["layers.*"]}, r"Nothing of GPT.*layers\.0\..*: computes in float32;.*use BF16Precision"),
+        (gpt2, {"in_float8": True}, NAMED),
+        (gpt2, {"in_float8": True, "norms": False}, NAMED),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(16)),
+            {"head": True, "in_float8": True},
+            r"compute norms alone.*0: 4 x 4 is no multiple of 16.*or use recipe=None",
+        ),
+        (
+            lambda: nn.Sequential(nn.LayerNorm(16)),
+            {"head": True, "in_float8": True},
+            r"nothing in float8. It has no nn.Linear.*include=\[\.\.\.\]",
+        ),
+    ],
+)
+def test_nothing_converted_is_an_error_and_norms_alone_are_nothing_in_float8(make, options, text):
+    with pytest.raises(ValueError, match=text):
+        convert_to_te(make(), **options)
+    assert convert_to_te(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(16)), head=True).kinds == {"LayerNorm": 1}
 
 
 def test_modules_of_its_own_are_enough(engine):
@@ -306,15 +299,16 @@ def test_a_fusion_that_cannot_be_made_is_refused(change, why):
     assert not any("__reduce_ex__" in vars(type(m)) for m in model.modules())  # what was converted before it is undone
 
 
-def test_layers_in_two_fusions_and_a_wrong_number_of_first_layers_are_refused():
-    twice = (*OWN, Fusion(norm="blocks.*.second", linears=["blocks.*.b"]))
-    with pytest.raises(ValueError, match=r"is in another fusion"):
-        convert_to_te(Stack(), fusions=twice)
-    gated = Fusion(
-        norm="blocks.*.second", mlp="blocks.*.network", first=["blocks.*.network.0"], second="blocks.*.network.2"
-    )
-    with pytest.raises(ValueError, match=r"'swiglu' needs 2 first layers"):
-        convert_to_te(Stack(), fusions=[gated])
+@pytest.mark.parametrize(
+    ("fusions", "text"),
+    [
+        ((*OWN, Fusion(norm="blocks.*.second", linears=["blocks.*.b"])), "is in another fusion"),
+        ((replace(OWN[1], activation="swiglu"),), "'swiglu' needs 2 first layers"),
+    ],
+)
+def test_layers_in_two_fusions_and_a_wrong_number_of_first_layers_are_refused(fusions, text):
+    with pytest.raises(ValueError, match=text):
+        convert_to_te(Stack(), fusions=fusions)
 
 
 def test_a_norm_that_another_module_reads_as_well_is_noticed():
@@ -383,25 +377,15 @@ EXCUSED = {
     "it_compiles_as_one_graph": "a graph ends before each of its modules; refused in order/refusals.py",
 }
 SUBJECTS = {
-    subject.name: subject
-    for subject in (
-        Subject(
-            name="te apart",
-            of=(convert_to_te,),
-            change=partial(computed, ()),
-            other=partial(computed, FUSED),
-            rtol=1e-5,
-            excused=EXCUSED,
-        ),
-        Subject(
-            name="te fused",
-            of=(convert_to_te,),
-            change=partial(computed, FUSED),
-            other=partial(computed, ()),
-            rtol=1e-5,
-            excused=EXCUSED,
-        ),
+    name: Subject(
+        name=name,
+        of=(convert_to_te,),
+        change=partial(computed, fusions),
+        other=partial(computed, others),
+        rtol=1e-5,
+        excused=EXCUSED,
     )
+    for name, fusions, others in (("te apart", (), FUSED), ("te fused", FUSED, ()))
 }
 ON_RANKS = "order_with_fully_shard_does_not_matter"
 

@@ -1,7 +1,10 @@
 import pytest
 import torch
 
+from lightning_ups.models.gpt import GPT, SIZES
+from lightning_ups.transforms.te.convert import convert_to_te
 from lightning_ups.transforms.te.names import from_te_names, te_name_of, to_te_names
+from tests import fake_te
 
 LAYOUTS = {
     "ffn": {
@@ -26,6 +29,16 @@ def test_there_and_back():
     back = from_te_names(theirs | {"ffn._extra_state": torch.empty(0)}, LAYOUTS, like=ours)
     assert back.keys() == ours.keys()
     assert all(torch.equal(back[name], value) for name, value in ours.items())
+
+
+def test_a_conversion_has_such_layouts():
+    with fake_te.installed():
+        model = GPT(SIZES["tiny"])
+        layouts, state = convert_to_te(model).layouts, model.state_dict()
+    theirs = to_te_names(state, layouts)
+    assert "layers.0.attention.qkv.layer_norm_weight" in theirs
+    back = from_te_names(theirs, layouts, like=state)
+    assert all(torch.equal(back[name], value) for name, value in state.items())
 
 
 def test_half_a_product_is_refused():
