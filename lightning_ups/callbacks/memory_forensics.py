@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from lightning_ups._compat.lightning.trainer import trainer_of
+from lightning_ups._compat.lightning.trainer import config_of_cli, trainer_of
 from lightning_ups._compat.torch.device import (
     allocator_counters,
     begin_history,
@@ -47,8 +47,9 @@ class MemoryForensics(Callback):
     """Explain out-of-memory errors, and warn before they happen.
 
     The text of the error becomes: where it happened; what is held, by kind and by block; what the run needs at its
-    peak, as `plan` counts it; and the three cheapest settings that need less. The text is also written to a file, next
-    to a snapshot of the allocator for pytorch.org/memory_viz. The type of the error does not change.
+    peak, as `plan` counts it; and the three cheapest settings that need less, in Python, or in YAML if LightningCLI
+    made the Trainer. The text is also written to a file, next to a snapshot of the allocator for
+    pytorch.org/memory_viz. The type of the error does not change.
 
     In training, the allocator's counters are read regularly, without a synchronization. A warning is given once if the
     allocator had to free its cache and retry, which takes time and often precedes an error.
@@ -228,7 +229,7 @@ class MemoryForensics(Callback):
             # After an error in a recomputed block its saved-tensor hooks may still be active and would run it again.
             # Only the innermost hooks are called.
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-                lines = [*_plan_lines(planner)]
+                lines = [*_plan_lines(planner, in_yaml=config_of_cli(trainer) is not None)]
             yield from lines
         except Uncountable as error:
             yield f"What the run needs could not be counted: {error}"
@@ -308,7 +309,7 @@ def _where(module: LightningModule, error: BaseException) -> str:
     return f"{part} of {place}" if place and part == "in the forward pass" else part
 
 
-def _plan_lines(planner: Planner) -> Iterator[str]:
+def _plan_lines(planner: Planner, *, in_yaml: bool) -> Iterator[str]:
     moment = planner.moment(planner.declared)
     place = f" of {moment.place}" if moment.place else ""
     yield f"By plan, this run needs {readable(moment.total)} on each device at its peak, in {moment.phase}{place}:"
@@ -322,7 +323,7 @@ def _plan_lines(planner: Planner) -> Iterator[str]:
     for index, (variant, saved) in enumerate(cures, start=1):
         then = readable(moment.total - saved)
         yield f"  {index}. {variant.name}: {readable(saved)} less, {then} in all; {variant.price}."
-        for line in variant.yaml.splitlines():
+        for line in (variant.yaml if in_yaml else variant.python).splitlines():
             yield f"       {line}"
 
 

@@ -4,6 +4,7 @@ import re
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
 from torch import nn
 
 import lightning_ups.callbacks.memory_forensics as forensics
@@ -103,7 +104,23 @@ def test_the_text_of_the_error(tmp_path, monkeypatch):
     assert "  4. " not in cures
     assert "ActivationCheckpoint(save=matmuls): " in cures
     assert "less, " in cures
-    assert "trainer.callbacks+: [{class_path: ActivationCheckpoint" in cures
+    assert "\n       Trainer(callbacks=[..., ActivationCheckpoint(save='matmuls')])" in cures
+    assert "class_path" not in cures
+
+
+def test_cures_are_yaml_on_the_command_line(tmp_path, monkeypatch):
+    quick(monkeypatch)
+
+    class Saved(SaveConfigCallback):
+        def __init__(self):
+            super().__init__(None, None, save_to_log_dir=False)
+
+        def save_config(self, *_):
+            pass
+
+    text = str(fit(MemoryForensics(), Saved(), folder=tmp_path, seq_len=256))
+    assert "\n       trainer.callbacks+: [{class_path: ActivationCheckpoint" in text
+    assert "Trainer(" not in text
 
 
 def quick(monkeypatch):

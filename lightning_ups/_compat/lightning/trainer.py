@@ -15,6 +15,7 @@ __all__ = [
     "are_placeholders",
     "automatic_specs",
     "class_settings",
+    "config_of_cli",
     "linked",
     "linked_late",
     "setting_types",
@@ -35,6 +36,13 @@ def are_placeholders(optimizers: Sequence[Any]) -> bool:
 def trainer_of(module: Any) -> Any:
     """Return the Trainer of a LightningModule, or None if it has none, for which ``module.trainer`` raises."""
     return getattr(module, "_trainer", None)
+
+
+def config_of_cli(trainer: Any) -> Any:
+    """Return the callback by which LightningCLI saves its configuration, or None if no LightningCLI made `trainer`."""
+    cli = sys.modules.get("lightning.pytorch.cli")
+    kind = cli.SaveConfigCallback if cli else ()
+    return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)
 
 
 def automatic_specs(parser: Any, settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:

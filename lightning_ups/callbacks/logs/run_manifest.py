@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -31,6 +30,7 @@ from lightning_ups._compat.environment import (
 )
 from lightning_ups._compat.lightning.fit_loop import leaves_no_files
 from lightning_ups._compat.lightning.loggers import logged_hyperparameters
+from lightning_ups._compat.lightning.trainer import config_of_cli
 from lightning_ups._compat.optional.nvml import gpu_states
 from lightning_ups.insight.report import (
     difference,
@@ -349,12 +349,10 @@ def _training(trainer: Trainer) -> dict[str, Any]:
 
 
 def _config(trainer: Trainer) -> Any:
-    """Return the configuration of LightningCLI, which its own callback holds, or None."""
-    cli = sys.modules.get("lightning.pytorch.cli")
-    for callback in trainer.callbacks if cli else ():  # type: ignore[attr-defined]
-        if isinstance(callback, cli.SaveConfigCallback):  # type: ignore[union-attr]
-            return without_secrets(yaml.safe_load(callback.parser.dump(callback.config, skip_none=False)))
-    return None
+    """Return the configuration of LightningCLI, or None."""
+    if (of_cli := config_of_cli(trainer)) is None:
+        return None
+    return without_secrets(yaml.safe_load(of_cli.parser.dump(of_cli.config, skip_none=False)))
 
 
 def _shape_of(batch: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -39,7 +39,8 @@ class Variant:
 
     Args:
         name: The setting.
-        yaml: How to write it.
+        yaml: How to write it in YAML.
+        python: How to write it in Python.
         change: What the step does differently.
         strategy: The strategy; None: as configured.
         sharding: Its sharding; None: as configured.
@@ -53,6 +54,7 @@ class Variant:
 
     name: str
     yaml: str = ""
+    python: str = ""
     change: Change = field(default_factory=Change)
     strategy: Placement | None = None
     sharding: Sharding | None = None
@@ -208,7 +210,7 @@ class Planner:
         if Stage.COMPILE not in steps and not run.strategy.whole_graph:
             yield Variant(
                 name="Compile",
-                yaml=_callback("Compile"),
+                **_callback("Compile"),
                 change=Change(compiling="blocks"),
                 price="faster, after compiling once",
             )
@@ -218,6 +220,7 @@ class Planner:
                 name="no checkpointing",
                 yaml="# Remove ActivationCheckpoint from trainer.callbacks; from a preset's list by\n"
                 "# trainer.callbacks-: [ActivationCheckpoint]",
+                python="# Remove ActivationCheckpoint from the Trainer's callbacks.",
                 change=Change(checkpointing="off"),
                 price="faster",
             )
@@ -225,7 +228,7 @@ class Planner:
             if recomputed != save:
                 yield Variant(
                     name=f"ActivationCheckpoint(save={save})",
-                    yaml=_callback("ActivationCheckpoint", save=save),
+                    **_callback("ActivationCheckpoint", save=save),
                     change=Change(checkpointing=save),  # type: ignore[arg-type]
                     price=price,
                     rank=rank,
@@ -234,7 +237,7 @@ class Planner:
         if Stage.OFFLOAD not in steps and not in_one_graph and not self._tensor_parallel(self.declared):
             yield Variant(
                 name="ActivationOffload",
-                yaml=_callback("ActivationOffload"),
+                **_callback("ActivationOffload"),
                 change=Change(offloading=True),
                 price="copies the inputs of blocks over the host link during compute"
                 if recomputed == "nothing"
@@ -246,7 +249,7 @@ class Planner:
         if "OptimizerOffload" not in names:
             yield Variant(
                 name="OptimizerOffload",
-                yaml=_callback("OptimizerOffload"),
+                **_callback("OptimizerOffload"),
                 host={"optimizer state": 1.0, "master weights": 1.0},
                 chunk=256 * 2**20,
                 price="streams the state over the host link each step",
@@ -256,6 +259,7 @@ class Planner:
                 yield Variant(
                     name="AdamW8bit",
                     yaml="optimizer: torchao.optim.AdamW8bit",
+                    python="torchao.optim.AdamW8bit(self.parameters())  # in configure_optimizers",
                     change=Change(low_bit=None if run.strategy.shards else True),
                     state=2 * (1 + 4 / 256),
                     price="a little slower; another optimizer",
@@ -266,6 +270,8 @@ class Planner:
                 name=f"batch {self.samples // 2}, accumulated twice",
                 yaml=f"data.init_args.batch_size: {self.samples // 2}\ntrainer.accumulate_grad_batches:"
                 f" {2 * self._microbatches}",
+                python=f"DataLoader(..., batch_size={self.samples // 2})\n"
+                f"Trainer(accumulate_grad_batches={2 * self._microbatches})",
                 samples=0.5,
                 price="slower if the GPU is underused with the smaller batch",
                 rank=4,
@@ -277,6 +283,7 @@ class Planner:
             yield Variant(
                 name="DDP: no sharding",
                 yaml="trainer.strategy: ddp",
+                python="Trainer(strategy='ddp')",
                 strategy=Placement.of(DDPStrategy),
                 price="as fast",
             )
@@ -285,6 +292,8 @@ class Planner:
                 yield Variant(
                     name=f"FSDP2Strategy(sharding={sharding})",
                     yaml=f"trainer.strategy: {{class_path: FSDP2Strategy, init_args: {{sharding: {sharding}}}}}",
+                    python="from lightning_ups.strategies import FSDP2Strategy\n"
+                    f"Trainer(strategy=FSDP2Strategy(sharding={sharding!r}))",
                     strategy=Placement(name="FSDP2Strategy", shards=True, ours=True),
                     sharding=sharding,  # type: ignore[arg-type]
                     price="exchanges weights, which overlaps with compute on fast links",
@@ -421,9 +430,19 @@ class Planner:
         return precision.sharded(in_graph=run.strategy.whole_graph).gathers_float8
 
 
-def _callback(name: str, **settings: Any) -> str:
+class _Written(TypedDict):
+    yaml: str
+    python: str
+
+
+def _callback(name: str, **settings: Any) -> _Written:
+    """Return how to add a callback, in YAML and in Python."""
     given = ", ".join(f"{key}: {value}" for key, value in settings.items())
-    return f"trainer.callbacks+: [{{class_path: {name}{f', init_args: {{{given}}}' if given else ''}}}]"
+    arguments = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+    return {
+        "yaml": f"trainer.callbacks+: [{{class_path: {name}{f', init_args: {{{given}}}' if given else ''}}}]",
+        "python": f"from lightning_ups.callbacks import {name}\nTrainer(callbacks=[..., {name}({arguments})])",
+    }
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

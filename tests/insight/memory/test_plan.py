@@ -19,6 +19,7 @@ from lightning_ups.models import GPTModule
 from lightning_ups.order import Placement, Run
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
+from tests.test_docs import checked_calls
 
 
 def planner(
@@ -162,12 +163,14 @@ def test_the_largest_batch_where_what_is_too_small_stays():
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDP2Strategy])
-def test_variants_have_valid_yaml(strategy):
+def test_variants_have_valid_yaml_and_python(strategy):
     for variant in planner(ActivationCheckpoint(), strategy=strategy, devices=2).variants():
         written = yaml.safe_load(variant.yaml)
         assert written is not None or all(line.startswith("# ") for line in variant.yaml.splitlines())
         callbacks = (written or {}).get("trainer.callbacks+", [])
         assert all(item["class_path"] in vars(lightning_ups.callbacks) for item in callbacks)
+        assert variant.python
+        assert checked_calls(variant.python) == len(callbacks) + ("FSDP2Strategy(" in variant.python)
 
 
 def test_halved_batches_accumulate_wide_gradients():
