@@ -144,6 +144,11 @@ def test_examples_in_docstrings_call_what_exists(path):
                 checked_calls(inspect.cleandoc(example))
 
 
+def test_the_package_cites_no_page():
+    """The wheel does not contain docs, so no message may refer to them."""
+    assert [str(path) for path in MODULES if re.search(r"\b\w+\.md\b", path.read_text())] == []
+
+
 def test_the_checks_can_fail():
     with pytest.raises(AssertionError, match="blockz"):
         checked_calls("from lightning_ups.callbacks import Compile\nCompile(blockz=1)")

@@ -357,10 +357,7 @@ def _change(planner: Planner, rows: Sequence[_Row]) -> list[str]:
 
 
 def _notes(requested: RequestedRun, planner: Planner) -> Iterator[str]:
-    yield (
-        "Counted by running one step of this configuration on tensors without numbers, as torch's allocator counts."
-        " docs/plan.md says what is assumed, and how far measured peaks lie from it."
-    )
+    yield ("Counted by running one step of this configuration on tensors without numbers, as torch's allocator counts.")
     if any(step.stage.name == "COMPILE" for step in requested.run.declarations):
         yield "Compiled code: what backward keeps is the compiler's own choice; what lies between products is fused."
     if getattr(requested.run.precision, "filter", None) == "auto":

@@ -1,7 +1,7 @@
 """The input of a reduce-scatter: the gradients of a group, each split into a part per rank, in the reduction's dtype.
 
 torch copies them together at less than half the memory bandwidth, while nothing else runs. Here one kernel per gradient
-reads and writes full vectors; the gain is in docs/log.md.
+reads and writes full vectors.
 """
 # ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false

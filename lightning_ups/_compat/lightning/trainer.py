@@ -137,7 +137,7 @@ class _StandIn(MetaPathFinder):
         if find_spec(real) is None:
             return None
         if not self.entered:
-            self.say(f"{package} is imported: {self.names[package]} stands in for it (docs/pytorch_lightning.md).")
+            self.say(f"{package} is imported: {self.names[package]} stands in for it.")
         self.entered.append(fullname)
         return ModuleSpec(fullname, _TheSame(real))
 
