@@ -15,7 +15,7 @@ __all__ = ["write"]
 
 _NOT_MERGED = ("use_dora", "lora_bias", "target_parameters", "trainable_token_indices")
 _NO_IMPORTS = ("megatron_config", "megatron_core")  # names a module that PEFT would import
-_KINDS = ("ADALORA", "BOFT", "IA3", "LOHA", "LOKR", "LORA", "OFT")  # that read no file, and learn no prompt
+_KINDS = ("ADALORA", "IA3", "LOHA", "LOKR", "LORA", "OFT")  # that read no file, and learn no prompt
 _STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # of LoRA, that leave the weights below as they are
 
 

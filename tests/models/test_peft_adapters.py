@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from lightning_ups.commands.export import main
 from lightning_ups.models import peft_adapters
+from lightning_ups.state.checkpoint import MODELS, described
 from tests.commands.test_export import TOKENS, LlamaModule, train
 from tests.foreign import import_peft
 
@@ -165,6 +166,34 @@ def test_what_cannot_be_verified_is_refused_and_the_other_way_is_taken(tmp_path,
 
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "taken")
         assert loss_of(merged) == pytest.approx(loss_of(module.model), abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["AdaLoraConfig", "IA3Config", "LoHaConfig", "LoKrConfig", "OFTConfig"])
+def test_other_adapters_are_kept_and_several_at_once(tmp_path, kind):
+    peft, module = import_peft(), Adapted()
+    options = {
+        "AdaLoraConfig": {"total_step": 9},
+        "IA3Config": {"feedforward_modules": []},
+    }
+    config = getattr(peft, kind)(target_modules=["q_proj"], **options.get(kind, {}))
+    module.model = peft.get_peft_model(LlamaModule().model, config)
+    if kind in ("LoHaConfig", "LoKrConfig"):
+        module.model.add_adapter("second", getattr(peft, kind)(target_modules=["o_proj"]))
+    for name, weight in module.named_parameters():
+        if module.model.prefix in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    torch.save({"state_dict": module.state_dict(), MODELS: described(module)}, tmp_path / "trained.ckpt")
+    export(tmp_path / "trained.ckpt", tmp_path / "kept", adapters="keep")
+    kept = peft.PeftModel.from_pretrained(LlamaModule().model, tmp_path / "kept")
+    assert loss_of(kept) == pytest.approx(loss_of(module.model), abs=1e-6)
+    if "second" in module.model.peft_config:
+        kept.load_adapter(tmp_path / "kept" / "second", "second")
+        for model in (kept, module.model):
+            model.set_adapter("second")
+        assert loss_of(kept) == pytest.approx(loss_of(module.model), abs=1e-6)
+    with pytest.raises(ValueError, match="--adapters keep"):
+        export(tmp_path / "trained.ckpt", tmp_path / "merged")
 
 
 @pytest.mark.filterwarnings("ignore")
