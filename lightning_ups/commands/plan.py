@@ -101,11 +101,7 @@ def _textbook() -> Iterator[str]:
 def show(requested: RequestedRun, *, gpu: str | None = None, batch: str | None = None, as_json: bool = False) -> int:
     """Print the plan of ``requested``, and return 0, or 2 if it does not fit or cannot be counted.
 
-    Args:
-        requested: A parsed configuration.
-        gpu: The kind of GPU, or its GiB. None: the one of this machine, if there is one.
-        batch: What ``training_step`` gets; see `read_batch`. None: the first batch of the data.
-        as_json: Print one JSON object.
+    Without a ``gpu``, it is for the one of this machine, if there is one; without a ``batch``, for the data's first.
     """
     device = _device(gpu)
     given, origin = _batch(requested, batch)

@@ -74,7 +74,7 @@ class Trial:
         Args:
             watch: Sees the steps.
             steps: How many.
-            precision: Instead of the one asked for.
+            precision: Replaces the one of the configuration.
             plain: Leave out what the configuration adds: its strategy and its declarations.
             state: What the module holds at the start. None: what it holds now.
 
@@ -192,9 +192,6 @@ class StepClock(Callback):
     """Takes the time of a step, from the first after ``warmup`` steps to the last.
 
     Under manual optimization, which steps as often as it likes in a batch, a step is a batch.
-
-    Args:
-        warmup: Steps that do not count: in them, code is compiled.
     """
 
     def __init__(self, *, warmup: int) -> None:
@@ -230,12 +227,7 @@ class StepClock(Callback):
 
 
 class WorkClock(StepClock):
-    """Takes the time of a step, and of what the device does in one: in some more steps, since to look takes time.
-
-    Args:
-        warmup: Steps that do not count.
-        steps: How many to time, with those that do not count.
-    """
+    """Takes the time of some steps, and of what the device does in one: in more steps, since to look takes time."""
 
     def __init__(self, *, warmup: int, steps: int) -> None:
         super().__init__(warmup=warmup)

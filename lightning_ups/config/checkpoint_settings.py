@@ -65,8 +65,8 @@ def read_settings(
         path: A file or a folder.
         kind: The class of the model.
         name: How the user calls the class. None: the program has fixed it.
-        given: The settings that the user gives.
-        linked: Settings that come from another object.
+        given: The settings that the user gives. They are not taken.
+        linked: Settings that come from another object. They are not taken either.
     """
     if not path.exists() or not is_complete(path):
         return None
@@ -97,13 +97,7 @@ def read_settings(
 def without_imports(saved: Tree, types: Tree, given: Tree, place: str = "") -> tuple[Tree, Tree]:
     """Return the settings for which the parser imports nothing, and those that are left out.
 
-    A class is taken if the user names the same one.
-
-    Args:
-        saved: The settings in a checkpoint, as YAML would have them.
-        types: The type of each setting.
-        given: The settings that the user gives. They are not taken.
-        place: What precedes the names of those that are left out.
+    A class is taken if the user names the same one. Names of what is left out begin with `place`.
     """
     taken: Tree = {}
     left_out: Tree = {}

@@ -40,11 +40,7 @@ class Request:
 
 
 def read_command_line(words: Sequence[str], *, slots: Mapping[str, type]) -> Request:
-    """Read files and preset, and merge lists by class.
-
-    Args:
-        words: The command, and its options.
-        slots: The sections that hold one callback each, and its class.
+    """Read files and preset, and merge lists by class. Each of `slots` is a section that holds one callback.
 
     Raises:
         ValueError: If a file, the preset or a typed change of a list is wrong.

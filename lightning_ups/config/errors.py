@@ -28,12 +28,7 @@ Frames = list[tuple[FrameType, int]]
 
 
 def report_errors(run: Callable[[], int], *, debug: bool) -> int:
-    """Return the exit code of `run`; print a short text for its error if there is one.
-
-    Args:
-        run: A function without arguments.
-        debug: Print the traceback too.
-    """
+    """Return the exit code of `run`; print a short text for its error if there is one, to `debug` a traceback too."""
     try:
         return _report_errors(run, debug=debug)
     except BrokenPipeError:

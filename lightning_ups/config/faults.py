@@ -41,13 +41,9 @@ class Schema:
 
 
 def find_faults(schema: Schema, layers: Sequence[Layer], *, accepted: bool) -> list[str]:
-    """Return all faults of `layers`, one line each.
+    """Return all faults of `layers`, the strongest last, one line each.
 
-    Args:
-        schema: What the parser takes.
-        layers: What it was given, the strongest last.
-        accepted: Whether the parser took it. It ignores null and empty mappings where they have no effect; only those
-            are faults then.
+    A parser that has `accepted` them ignores null and empty mappings where they have no effect: only those are faults.
     """
     search = _Search(schema, layers, accepted=accepted)
     faults = [fault for layer in layers for fault in search.settings(layer.tree, schema.types, (), layer)]

@@ -63,12 +63,7 @@ class _Item:
 
 
 class MergedList:
-    """One list of ``trainer``, built up from the preset, then files, then options in the order in which they stand.
-
-    Args:
-        name: ``callbacks`` or ``plugins``.
-        preset: The layer of the preset, from which the list is taken out.
-    """
+    """One list of ``trainer``, taken out of the preset's layer, then files, then options in the order of both."""
 
     def __init__(self, name: str, preset: Layer | None) -> None:
         self.name, self._has_preset = name, preset is not None

@@ -285,12 +285,6 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(name="flex-attention", title="FlexAttention", group="attention", check=_flex_attention),
     Technique(
-        name="paged-attention",
-        title="PagedAttention (vLLM)",
-        group="attention",
-        check=lambda _: Finding(verdict="no", why="manages the cache of a server that generates text, not a training"),
-    ),
-    Technique(
         name="ddp",
         title="DDP",
         group="several devices",

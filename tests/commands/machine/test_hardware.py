@@ -40,7 +40,6 @@ def probes_pass(monkeypatch):
         ("flash-attention-4", "H100 B200"),
         ("compile-gpu", "V100 A100 L40S H100 B200"),
         ("cuda-graphs", "V100 A100 L40S H100 B200"),
-        ("paged-attention", ""),
     ],
 )
 @pytest.mark.usefixtures("probes_pass")
