@@ -12,7 +12,7 @@ from lightning_ups.__main__ import main
 from lightning_ups._compat.optional.packages import has
 from lightning_ups.callbacks import Compile
 from lightning_ups.commands import advise
-from lightning_ups.commands.advise import own_options, show
+from lightning_ups.commands.advise import show
 from lightning_ups.commands.trial import Trial
 from lightning_ups.config.requested_run import run_of
 from lightning_ups.insight.advise.timing_table import Table, Times
@@ -332,28 +332,6 @@ def test_its_recipes_may_be_asked_for_by_name(capsys):
         )
 
 
-def test_options_of_its_own_are_taken_out():
-    words = ["--config", "run.yaml", "--dry", "--recipes", "tensorwise", "rowwise", "--seed_everything=1"]
-    own, rest = own_options(words)
-    assert rest == ["--config", "run.yaml", "--seed_everything=1"]
-    given = {"recipes": ["tensorwise", "rowwise"], "dry": True}
-    assert own == {"steps": None, "table": None, "head": False, "tokens": None} | given
-
-
-def test_from_the_command_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(
-        "model: {class_path: tests.commands.test_advise.Wide}\n"
-        "data: {class_path: tests.cli_toys.Data}\n"
-        "trainer: {accelerator: cpu, max_steps: 1}\n"
-    )
-    assert main(["advise", "--config", "run.yaml", "--dry"]) == 0
-    assert "4 x 16 x 32" in capsys.readouterr().out
-    assert main(["advise", "--config", "run.yaml"]) == 2
-    assert "advise finds no GPU here" in capsys.readouterr().err
-    assert not (tmp_path / "lightning_logs").exists()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without one")
 @pytest.mark.parametrize("settings", ["", "  devices: 4\n  strategy: fsdp2\n"])
 def test_advise_takes_a_gpu_configuration_without_a_gpu(tmp_path, capsys, monkeypatch, settings):
@@ -372,3 +350,4 @@ def test_advise_takes_a_gpu_configuration_without_a_gpu(tmp_path, capsys, monkey
     assert "advise finds no GPU here" in capsys.readouterr().err
     assert main(["verify", "--config", "run.yaml"]) == 2
     assert "torch finds no GPU" in capsys.readouterr().err
+    assert not (tmp_path / "lightning_logs").exists()

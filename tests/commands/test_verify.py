@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.commands.trial import Trial
-from lightning_ups.commands.verify import Verdict, _rounding, own_options, show, verify
+from lightning_ups.commands.verify import Verdict, _rounding, show, verify
 from lightning_ups.config.requested_run import run_of
 from lightning_ups.data import RandomTokens
 from lightning_ups.insight.verify.comparison import REST, Departure
@@ -460,11 +460,6 @@ def test_all_begin_with_the_weights_of_a_checkpoint(ups, folder, capsys):
     assert_short(ups("verify", "--steps=1", "--ckpt_path=of_no_number.ckpt", tree=CONFIG), "at step 0")
     assert show(replace(trial(num_layers=2), checkpoint="last"), steps=1, faults=False) == 0
     assert "begins with the module's own weights" in capsys.readouterr().out
-
-
-def test_options_of_its_own_are_taken_out():
-    own, rest = own_options(["--config", "run.yaml", "--steps", "5", "--no_faults"])
-    assert (own, rest) == ({"steps": 5, "faults": False}, ["--config", "run.yaml"])
 
 
 CONFIG = """

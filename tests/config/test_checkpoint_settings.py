@@ -291,7 +291,7 @@ def test_settings_of_several_layers():
     assert flat({"a": 1, "init_args": {"b": 2}}) == {"a": 1, "b": 2}
 
 
-def test_an_incomplete_checkpoint_gives_nothing(tmp_path):
+@pytest.mark.parametrize("name", ["half.ckpt", "gone.ckpt"])
+def test_an_incomplete_checkpoint_gives_nothing(tmp_path, name):
     (tmp_path / "half.ckpt").mkdir()
-    for name in ("half.ckpt", "gone.ckpt"):
-        assert read_settings(tmp_path / name, Toy, name=TOY, given={}) is None
+    assert read_settings(tmp_path / name, Toy, name=TOY, given={}) is None
