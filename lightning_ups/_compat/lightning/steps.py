@@ -19,6 +19,7 @@ __all__ = [
     "before_hooks_of_a_step",
     "bind_scheduler",
     "clear_skip",
+    "in_training_step",
     "skip_if",
     "skips_on_device",
     "was_skipped",
@@ -45,6 +46,11 @@ def after_closure(precision: Any, do: Callable[[Optimizer], None]) -> AbstractCo
         return closed
 
     return applied(_TARGET, ending, owner=precision)
+
+
+def in_training_step(module: LightningModule) -> bool:
+    """Return whether the ``training_step`` of ``module`` runs now, and no other hook of it or of a callback."""
+    return module._current_fx_name == "training_step"
 
 
 def before_hooks_of_a_step(precision: Any, do: Callable[[Any, Optimizer], None]) -> AbstractContextManager[None]:

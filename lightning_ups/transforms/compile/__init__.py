@@ -1,7 +1,6 @@
 """Compiling modules, and choosing between eager code, compiled code and CUDA graphs."""
 
 from lightning_ups.transforms.compile.advice import advice_for_one_graph, advice_if_uncompiled
-from lightning_ups.transforms.compile.backward_count import repeated_backward
 from lightning_ups.transforms.compile.cache import CacheFile
 from lightning_ups.transforms.compile.compiler import (
     Compiled,
@@ -19,6 +18,7 @@ from lightning_ups.transforms.compile.frame import hearing, prepared
 from lightning_ups.transforms.compile.loss_calls import large_cross_entropies
 from lightning_ups.transforms.compile.mode import Choice, Clock
 from lightning_ups.transforms.compile.replay import Replay
+from lightning_ups.transforms.compile.step_source import repeated_backward, uses_only_loss
 from lightning_ups.transforms.compile.trial import State
 
 __all__ = [
@@ -44,4 +44,5 @@ __all__ = [
     "prepared",
     "refuse_compiled",
     "repeated_backward",
+    "uses_only_loss",
 ]

@@ -7,7 +7,7 @@ forward is never compiled: it counts what a call compiled, and handles what fail
 import gc
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from lightning_ups._compat.torch.versions import NormWithStatistics
 from lightning_ups.transforms.blocks import is_loss, roots
 from lightning_ups.transforms.compile.contest import Contest
 from lightning_ups.transforms.compile.cuda_graphs import COPIED_BYTES, Backwards, OwnGradients, Slot, copied, size
-from lightning_ups.transforms.compile.frame import Compiler, Frame, Mode, calling, frame_of
+from lightning_ups.transforms.compile.frame import Compiler, Frame, Mode, calling, frame_of, only_loss
 from lightning_ups.transforms.compile.gain import gain_of
 from lightning_ups.transforms.compile.group import Group, Phase, cure_of, worth_telling
 from lightning_ups.transforms.compile.mode import Clock
@@ -68,6 +68,8 @@ def compiled(
     clock: Clock | None = None,
     note: Tell = lambda _: None,
     advice: str = "",
+    only_loss: Container[str] = (),
+    in_step: Callable[[], bool] = lambda: True,
 ) -> Iterator["Compiled"]:
     """Compile the forward of ``blocks``, modules by name, while the context is open; equal ones share their graphs.
 
@@ -94,6 +96,9 @@ def compiled(
             uncompiled. None: all stay compiled.
         note: Called with what was found by that.
         advice: Appended to the warning about a block that stays uncompiled in training.
+        only_loss: The blocks of whose outputs, in a training step, nothing but the loss is used. Compiled they return
+            nothing else, so that neither the logits nor gradients of zero for them take memory.
+        in_step: Returns whether a training step runs.
 
     Raises:
         RuntimeError: At a call, if a block does not compile and ``on_failure`` is ``"raise"``.
@@ -105,6 +110,7 @@ def compiled(
     run.only_losses = all(map(is_loss, blocks.values()))
     run.recomputed = {name for name, block in blocks.items() if is_recomputed(block)}
     run.parts_of, run.clock, run.note, run.advice = parts_of, clock, note, advice
+    run.only_loss, run.in_step = only_loss, in_step
     with ExitStack() as undo:
         run.undo = undo
         undo.enter_context(dynamo.telling_guards_first())
@@ -184,6 +190,8 @@ class Compiled:
         self.clock: Clock | None = None
         self.note: Tell = lambda _: None
         self.advice = ""
+        self.only_loss: Container[str] = ()
+        self.in_step: Callable[[], bool] = lambda: True
         self.undo = ExitStack()
         self._replaced: dict[str, tuple[nn.Module, Callable[..., Any], ExitStack]] = {}
         self._any_ran = False
@@ -360,8 +368,9 @@ class Compiled:
         assert self.clock is not None
         group = block.group
         group.measurements += 1
+        eager = only_loss(block.inner) if block.returns_loss else block.inner
         with calling(block):
-            gain = gain_of(module, group.frame.run, block.inner, args, kwargs, clock=self.clock)
+            gain = gain_of(module, group.frame.run, eager, args, kwargs, clock=self.clock)
         if gain is None:
             return
         group.gain = gain
@@ -461,7 +470,8 @@ class Compiled:
         """Return the frame of blocks equal to ``block``, or one of its own."""
         # A loss is one operator with one number as its result, which says nothing of the logits that it reads.
         compiler = replace(self.compiler, leaves_small=False) if is_loss(module) else self.compiler
-        return frame_of(block.inner, module, compiler, name=block.name, alone=alone, phase=phase)
+        inner = only_loss(block.inner) if block.returns_loss and phase != "evaluation" else block.inner
+        return frame_of(inner, module, compiler, name=block.name, alone=alone, phase=phase)
 
     def join(self, block: "_Block", module: nn.Module) -> Group:
         """Return the group of the blocks that are trained in the same frame as ``block``, with the block in it."""
@@ -475,6 +485,7 @@ class _Block:
     def __init__(self, name: str, module: nn.Module, inner: Forward, *, run: Compiled) -> None:
         self.name, self.inner, self._run = name, inner, run
         self._replay = None if is_loss(module) else run.replay  # its logits would be copied into a graph's memory
+        self.returns_loss = name in run.only_loss
         self.frames = {phase: run.frame_of(self, module, phase) for phase in get_args(Phase)}
         self.group = run.join(self, module)
         self._frame = self.frames["training"]  # in the present call
@@ -487,7 +498,7 @@ class _Block:
         self._norms = [m for m in module.modules() if isinstance(m, NormWithStatistics)] if self._recomputed else []
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._run.paused:
+        if self._run.paused or (self.returns_loss and self._wants_all(module)):
             return self.inner(module, *args, **kwargs)
         # Small modules feel each call of Python here.
         is_settled = self.is_settled and not self.group.eager and torch.is_grad_enabled()
@@ -510,6 +521,9 @@ class _Block:
             self._give_up(failure, frame, "training", None)
             return self.forward(module, *args, **kwargs)
         return outputs
+
+    def _wants_all(self, module: nn.Module) -> bool:
+        return torch.is_grad_enabled() and (bool(module._forward_hooks) or not self._run.in_step())
 
     def _unsettled(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         phase = _phase()

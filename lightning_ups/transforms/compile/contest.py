@@ -28,10 +28,11 @@ class Contest:
             it takes more memory than the first.
         length: Batches of an optimizer step.
         spare: Bytes that a step uncompiled is expected to take beyond the first way.
+        more: Bytes that any way may take beyond a step uncompiled, if that is more than 5 % of it.
     """
 
-    def __init__(self, clock: Clock, ways: Sequence[str], *, length: int = 1, spare: int = 0) -> None:
-        self._clock, self._length, self._spare = clock, length, spare
+    def __init__(self, clock: Clock, ways: Sequence[str], *, length: int = 1, spare: int = 0, more: int = 0) -> None:
+        self._clock, self._length, self._spare, self._more = clock, length, spare, more
         self._times: dict[str, list[float]] = {way: [] for way in ways}
         self._memory: dict[str, int] = {}
         self._others = clock.recorded()
@@ -77,7 +78,7 @@ class Contest:
     def _fastest(self) -> str:
         first = next(iter(self._times))
         usual = self._memory[first] + self._spare
-        most = usual + max(MORE_MEMORY * usual, LEAST_OUTPUT)
+        most = usual + max(MORE_MEMORY * usual, LEAST_OUTPUT, self._more)
         ways = [way for way in self._times if way == first or self._memory[way] <= most]
         best = ways[-1]
         for way in reversed(ways[:-1]):

@@ -1,6 +1,7 @@
 """Functions that Dynamo compiles for equal blocks, each with a code object, and with that a limit, of its own."""
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from lightning_ups.transforms.compile.gain import is_small
 from lightning_ups.transforms.compile.trial import Caller, Run, with_trial
 from lightning_ups.transforms.forward import Forward
 
-__all__ = ["Compiler", "Frame", "Mode", "calling", "frame_of", "hearing", "prepared", "structure"]
+__all__ = ["Compiler", "Frame", "Mode", "calling", "frame_of", "hearing", "only_loss", "prepared", "structure"]
 
 Prepare = Callable[[fx.GraphModule], str | None]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -182,6 +183,19 @@ def frame_of(
         if frame.differ:
             return frame_of(inner, module, compiler, name=name, alone=True, phase=phase)
     raise AssertionError("count() does not end")
+
+
+@cache  # equal blocks share a frame by it
+def only_loss(inner: Forward) -> Forward:
+    """Return a forward that calls ``inner``, and of outputs as models of transformers have them returns the loss."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outputs = inner(self, *args, **kwargs)
+        if isinstance(outputs, OrderedDict) and "loss" in outputs.keys():  # noqa: SIM118  (Dynamo knows no other way)
+            return type(outputs)(loss=outputs["loss"])
+        return outputs
+
+    return forward
 
 
 def structure(module: nn.Module) -> Hashable:

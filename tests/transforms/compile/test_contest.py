@@ -25,10 +25,10 @@ class Clock:
         return 2**32 + self.private  # some of it by others
 
 
-def run(costs, *, length=1, stalls=(), memory=None, evaluates=(), spare=0):
+def run(costs, *, length=1, stalls=(), memory=None, evaluates=(), **options):
     """Return the contest between ways that cost so many milliseconds and bytes, and the way of each step."""
     clock, memory = Clock(), memory or {}
-    contest, ran = Contest(clock, [*costs], length=length, spare=spare), []
+    contest, ran = Contest(clock, [*costs], length=length, **options), []
     while contest.winner is None:
         way = contest.begin_step()
         ran.append(way)
@@ -94,6 +94,13 @@ def test_what_takes_more_memory_than_a_step_uncompiled_does_not_win(memory, spar
     contest, _ = run({way: costs[way] for way in memory}, memory=memory, spare=spare)
     assert contest.winner == winner
     assert f"graphs ({memory['graphs'] / 2**20:.0f} MiB)" in str(contest)
+
+
+def test_a_model_with_many_parameters_may_take_more():
+    memory = {"compiled": 20 * GIB, "graphs": 21.1 * GIB}
+    for more, winner in ((GIB, "compiled"), (1.2 * GIB, "graphs")):
+        contest, _ = run({"compiled": 5.0, "graphs": 2.0}, memory=memory, more=more)
+        assert contest.winner == winner
 
 
 def test_a_round_with_an_evaluation_in_it_is_timed_once_more():

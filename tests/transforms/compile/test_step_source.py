@@ -1,0 +1,222 @@
+import functools
+import types
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_ups.transforms.compile.step_source import repeated_backward, uses_only_loss
+
+
+def gradient_penalty(net, x):
+    (grad,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return grad.square().sum()
+
+
+losses = types.ModuleType("losses")
+losses.gradient_penalty = gradient_penalty
+
+
+def through_another(net, x):
+    return gradient_penalty(net, x)
+
+
+class Plain(nn.Linear):
+    def training_step(self, x):
+        return self(x).sum()
+
+
+class Direct(Plain):
+    def training_step(self, x):
+        return torch.autograd.grad(self(x).sum(), x, create_graph=True)
+
+
+class Named(Plain):
+    def training_step(self, x):
+        return through_another(self, x)
+
+
+class OfAModule(Plain):
+    def training_step(self, x):
+        return losses.gradient_penalty(self, x)
+
+
+class Inner(Plain):
+    def training_step(self, x):
+        def loss():
+            return torch.autograd.functional.hessian(self, x)
+
+        return loss()
+
+
+class Kept(Plain):
+    @functools.lru_cache  # noqa: B019
+    def training_step(self, x):
+        self(x).sum().backward(retain_graph=True)
+
+
+class Both(Kept, Direct):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Plain, None),
+        (Direct, ("create_graph", "Direct.training_step")),
+        (Named, ("create_graph", "gradient_penalty")),
+        (OfAModule, ("create_graph", "gradient_penalty")),
+        (Inner, ("create_graph", "Inner.training_step")),
+        (Kept, ("retain_graph", "Kept.training_step")),
+        (Both, ("create_graph", "Direct.training_step")),
+    ],
+)
+def test_code_that_goes_backward_again_is_found(kind, expected):
+    place = repeated_backward(nn.Sequential(nn.Linear(2, 2), kind(2, 2)))
+    assert (place and (place.kind, place.where.rpartition(f"{__name__}.")[-1])) == expected
+
+
+class Model(LightningModule):
+    """Uses nothing but the loss, in each of the plain ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+    def forward(self, **batch):
+        return self.net(**batch)
+
+    def validation_step(self, batch):
+        return self.net(**batch).logits
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters())
+
+
+class Logits(Model):
+    def training_step(self, batch):
+        outputs = self.net(**batch)
+        return outputs.loss + outputs.logits.mean()
+
+
+class Chained(Model):
+    def training_step(self, batch):
+        return self.net(**batch).loss
+
+
+class Assigned(Model):
+    def training_step(self, batch):
+        outputs = self.net(**batch)
+        self.log("loss", outputs["loss"])
+        return outputs[0]
+
+
+class ByForward(Model):
+    def training_step(self, batch):
+        loss = self(**batch).loss / self.net.config.steps
+        return {"loss": loss}
+
+
+class InHelper(Model):
+    def loss(self, batch):
+        return self.forward(**batch)["loss"]
+
+    def training_step(self, batch):
+        return self.loss(batch)
+
+
+class Inherited(Chained):
+    pass
+
+
+class Overrides(Logits):
+    def training_step(self, batch):
+        return self.net(**batch).loss
+
+
+@pytest.mark.parametrize("kind", [Chained, Assigned, ByForward, InHelper, Inherited, Overrides])
+def test_only_the_loss_is_used(kind):
+    assert uses_only_loss(kind(), "net")
+    assert not uses_only_loss(kind(), "other")
+
+
+class Passed(Model):
+    def training_step(self, batch):
+        outputs = self.net(**batch)
+        return self.trainer.accumulate(outputs)
+
+
+class Returned(Model):
+    def training_step(self, batch):
+        return self.net(**batch)
+
+
+class Kept(Model):
+    def training_step(self, batch):
+        self.outputs = self.net(**batch)
+        return self.outputs.loss
+
+
+class Unpacked(Model):
+    def training_step(self, batch):
+        loss, _ = self.net(**batch)[:2]
+        return loss
+
+
+class Aliased(Model):
+    def training_step(self, batch):
+        net = self.net
+        return net(**batch).loss
+
+
+class ByMethod(Model):
+    def training_step(self, batch):
+        return self.net.losses(batch).loss
+
+
+class ByName(Model):
+    def training_step(self, batch):
+        return getattr(self, "net")(**batch).loss + self.net(**batch).loss  # noqa: B009
+
+
+class Extends(Logits):
+    def training_step(self, batch):
+        return super().training_step(batch) + self.net(**batch).loss
+
+
+class Outside(Model):
+    def training_step(self, batch):
+        return helper(self, batch) + self.net(**batch).loss
+
+
+class Elsewhere(Chained):
+    def more(self, batch):
+        return self.net(**batch).logits
+
+
+class HalfForward(Chained):
+    def forward(self, **batch):
+        outputs = self.net(**batch)
+        return outputs  # noqa: RET504
+
+
+def helper(model, batch):
+    return model.net(**batch).logits.sum()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Logits, Passed, Returned, Kept, Unpacked, Aliased, ByMethod, ByName, Extends, Outside, Elsewhere, HalfForward],
+)
+def test_more_than_the_loss_may_be_used(kind):
+    assert not uses_only_loss(kind(), "net")
+
+
+def test_without_source_nothing_is_certain():
+    names = {"LightningModule": LightningModule}
+    exec(
+        "class Made(LightningModule):\n    def training_step(self, batch):\n        return self.net(**batch).loss",
+        names,
+    )
+    assert not uses_only_loss(names["Made"](), "net")
