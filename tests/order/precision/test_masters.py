@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
@@ -92,18 +92,14 @@ def edited(how, accumulate=1, *, weights="masters", callbacks=()):
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     seed_everything(0, verbose=False)
     module = EDITS[how](how)
-    run = Trainer(
-        accelerator="cpu",
+    run = trainer(
+        None,
         strategy="ddp" if ranks > 1 else "auto",
         devices=ranks,
-        max_epochs=3,
+        epochs=3,
         plugins=[BF16Precision(weights=weights)],
         callbacks=[*callbacks, *([EditsByCallback()] if how.startswith("callback") else [])],
         accumulate_grad_batches=accumulate,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     data = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     run.fit(module, DataLoader(data, batch_size=8 // ranks // accumulate))
@@ -177,17 +173,16 @@ class AddsMore(Callback):
         trainer.accumulate_grad_batches = 4
 
 
-class OneWeight(LightningModule):
+class OneWeight(SeveralBackwards):
     def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(self.net.weight)
+        super().__init__("nothing")
+        self.automatic_optimization = True
 
     def training_step(self, batch, batch_idx):
-        return self.net(batch).sum()
+        return self.first(batch).sum()
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1.0)
+        return torch.optim.SGD(self.first.parameters(), lr=1.0)
 
 
 def test_microbatches_are_added_in_float32_where_a_callback_asks_for_more(tmp_path):
@@ -195,7 +190,7 @@ def test_microbatches_are_added_in_float32_where_a_callback_asks_for_more(tmp_pa
     trainer(tmp_path, plugins=[BF16Precision(weights="masters")], callbacks=[AddsMore()], max_steps=1).fit(
         module, DataLoader(gradients)
     )
-    assert module.net.weight.item() == -(1 + 2**-8) / 4
+    assert module.first.weight.item() == -(1 + 2**-8) / 4
 
 
 class Idle(InHook):
@@ -218,18 +213,14 @@ def moved(how, accumulate, *callbacks):
     seed_everything(0, verbose=False)
     module = Idle(how)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    run = Trainer(
-        accelerator="cpu",
+    run = trainer(
+        None,
         strategy="ddp_find_unused_parameters_true",
         devices=2,
-        max_epochs=3,
+        epochs=3,
         plugins=[BF16Precision(weights="masters")],
-        callbacks=[*callbacks],
+        callbacks=callbacks,
         accumulate_grad_batches=accumulate,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     run.fit(module, DataLoader(torch.randn(8, 8), batch_size=4 // accumulate))
     return {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
