@@ -99,8 +99,7 @@ def check_rounding(optimizers: Iterable[Optimizer]) -> None:
         if asked and all(p.dtype is not torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 f"{type(optimizer).__name__} has bf16_stochastic_round=True and steps no bfloat16 weight."
-                " It steps float32 weights, or the float32 masters of a precision, which need no rounding, and the"
-                " option would do nothing."
+                " Float32 weights and masters need no rounding: the option would do nothing."
                 " Use BF16WeightsPrecision(), whose weights are bfloat16 and have no masters, or leave the option out."
             )
 
@@ -109,8 +108,7 @@ def _refuse_shards_of_bitsandbytes(optimizer: Optimizer) -> None:
     ours = any(base.__module__.startswith("bitsandbytes.") for base in type(optimizer).__mro__)
     if ours and any(isinstance(p, DTensor) for p in _parameters(optimizer)):
         raise ValueError(
-            f"bitsandbytes' {type(optimizer).__name__} was given sharded parameters."
-            " Its kernels take the address of a whole tensor, and a shard has none to give."
+            f"bitsandbytes' {type(optimizer).__name__} was given sharded parameters, which its kernels do not know."
             f" Use torchao.optim.{type(optimizer).__name__}, or a strategy that does not shard."
         )
 
@@ -153,9 +151,8 @@ def _in_rows(tensor: Tensor, shape: Sequence[int], block_size: int, parameter: T
         return tensor.view(shape[0], -1)
     if isinstance(parameter, DTensor) and parameter.numel() != prod(shape) * parameter.device_mesh.size():
         raise ValueError(
-            f"The low-bit state of parameter {number}, of shape {tuple(parameter.shape)}, cannot be saved in shards."
-            f" {block_size} numbers have one scale, and its {prod(shape[1:])} numbers a row are not a multiple of that,"
-            " while the devices hold unequal parts of it."
+            f"The low-bit state of parameter {number}, of shape {tuple(parameter.shape)}, cannot be saved in shards:"
+            f" its rows are no multiple of the {block_size} numbers of a scale, and devices hold unequal parts of it."
             " Save on one device, use sharding='none', or give such parameters an optimizer of 32 bits."
         )
     return tensor.reshape(-1)

@@ -217,11 +217,9 @@ class MasterWeights:
         low = str(self.dtype).removeprefix("torch.")
         self._tell(
             f"{len(names)} parameters, {names[0]} among them, are written in place in one step after another, beside"
-            f" the optimizer. The module holds its weights in {low}, with float32 masters, and what is written is"
-            " computed and rounded there: a copy or a clamp is well so, and changes of less than about 1/256 of a"
-            " value, as of a moving average or of weight decay, are lost, in part or in whole."
-            " Set weights='autocast' in the precision, which keeps weights in float32, or let it keep those so, as by"
-            f" in_float32=['{names[0].rpartition('.')[0] or names[0]}']."
+            f" the optimizer. What is written is rounded to {low}, in which changes of less than about 1/256 of a value"
+            " are lost, such as those of a moving average. Set weights='autocast' in the precision, or in_float32="
+            f"['{names[0].rpartition('.')[0] or names[0]}']."
         )
 
     def write(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -277,8 +275,7 @@ def _sent(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 def _refuse_lazy(module: nn.Module) -> None:
     if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
         raise ValueError(
-            f"The parameter {lazy[0]} has no shape yet, and is to have a master."
-            " It belongs to a lazy module, which learns its shape from the first batch, after masters are made."
+            f"The parameter {lazy[0]} has no shape yet, and is to have a master: it belongs to a lazy module."
             " Run one batch through the module before fit, or give it its sizes, or set weights='autocast'."
         )
 
@@ -288,8 +285,7 @@ def _refuse_scripted(module: nn.Module, convertible: Collection[nn.Parameter]) -
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule) and not chosen.isdisjoint(part.parameters()):
             raise ValueError(
-                f"{name} is a module of TorchScript, whose parameters are to have masters."
-                " Its state dict takes no hooks, and a checkpoint would have its weights in low precision."
+                f"{name} is a module of TorchScript, whose state dict would have weights in low precision."
                 " Use the module that was scripted, or set weights='autocast' in the precision."
             )
 

@@ -47,9 +47,8 @@ class MasteredOptimizer(DelegatingOptimizer):
             of the masters, and leaves the sum there.
 
     Raises:
-        ValueError: If ``inner`` cannot step without a closure, has modes to train and to evaluate in, or lets another
-            optimizer step groups of its own.
-        RuntimeError: At its first step, if ``inner`` writes to no master.
+        ValueError: If ``inner`` cannot step without a closure, or has modes to train and to evaluate in.
+        RuntimeError: At its first step, if ``inner`` writes to no master, as one that lets another optimizer step.
     """
 
     def __init__(
@@ -62,8 +61,12 @@ class MasteredOptimizer(DelegatingOptimizer):
     ) -> None:
         if needs_closure(inner):
             raise ValueError(_evaluates_anew(inner))
-        _refuse_modes(inner)
-        _refuse_groups_inside(inner, masters)
+        if has_modes(inner):
+            raise ValueError(
+                f"{type(inner).__name__} has other weights for evaluation, which its train() and eval() put in place."
+                " They would change the masters, and not the weights in which the module computes."
+                " Set weights='autocast' in the precision."
+            )
         self.inner, self.masters = inner, masters
         self.master_gradients = MasterGradients(
             masters, parameters=self._parameters, accumulate=accumulate, wrapper=wrapper
@@ -208,9 +211,8 @@ class MasteredOptimizer(DelegatingOptimizer):
         if not self._is_known_to_write and not flag_to_skip(self.inner):
             raise RuntimeError(
                 f"{type(self.inner).__name__} stepped and wrote to none of {len(given)} weights that have gradients."
-                " They are masters, which stand in the groups in place of the module's parameters; it keeps the"
-                " parameters elsewhere, and these have no gradients."
-                " Set weights='autocast' in the precision."
+                " They are masters, which its groups have in place of the module's parameters; it, or an optimizer"
+                " inside it, keeps the parameters elsewhere. Set weights='autocast' in the precision."
             )
 
     @override
@@ -277,37 +279,6 @@ class MasteredOptimizer(DelegatingOptimizer):
         return [*chain.from_iterable(group["params"] for group in self.param_groups)]
 
 
-def _refuse_modes(optimizer: Optimizer) -> None:
-    if has_modes(optimizer):
-        raise ValueError(
-            f"{type(optimizer).__name__} has other weights for evaluation, which its train() and eval() put in place."
-            " They would change the masters in its groups, and not the weights in which the module computes."
-            " Set weights='autocast' in the precision."
-        )
-
-
-def _refuse_groups_inside(optimizer: Optimizer, masters: MasterWeights) -> None:
-    known = {id(group) for group in optimizer.param_groups}  # a wrapper may show those of what it wraps
-    for inside in _optimizers_in(optimizer):
-        unknown = (group for group in inside.param_groups if id(group) not in known)
-        if any(p in masters.of for group in unknown for p in group["params"]):
-            raise ValueError(
-                f"{type(optimizer).__name__} lets an optimizer inside it, {type(inside).__name__}, step the parameters."
-                " Masters are put into the groups of the outer one. The one inside has others, and would find no"
-                " gradients there."
-                " Set weights='autocast' in the precision."
-            )
-
-
-def _optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    found = [optimizer]
-    for outer in found:  # which grows
-        for value in vars(outer).values():
-            held = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else (value,)
-            found += [each for each in held if isinstance(each, Optimizer) and all(each is not one for one in found)]
-    return found[1:]
-
-
 def _once(loss: Any, optimizer: Optimizer) -> Callable[[], Any]:
     """Return a closure that gives ``loss``, which has been computed, and refuses to compute it again."""
     left = [loss]
@@ -322,7 +293,6 @@ def _once(loss: Any, optimizer: Optimizer) -> Callable[[], Any]:
 
 def _evaluates_anew(optimizer: Optimizer) -> str:
     return (
-        f"{type(optimizer).__name__} computes the loss again and again within one step."
-        " A step of masters has its gradients before it begins, and the weights that it tries out are theirs."
+        f"{type(optimizer).__name__} computes the loss again and again within one step, which masters have only once."
         " Set weights='autocast' in the precision."
     )

@@ -36,9 +36,8 @@ def check_options(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> N
         name = type(optimizer).__name__
         raise ValueError(
             f"The checkpoint was saved by another optimizer than {name}: its groups have no {', '.join(lacking)}, which"
-            f" {name} reads in every step. The state of one optimizer has no meaning for another."
-            " Resume with the optimizer that saved it, or begin with its weights alone: leave out ckpt_path, and call"
-            " lightning_ups.state.checkpoint.load_weights in on_fit_start."
+            f" {name} reads in every step. Resume with the optimizer that saved it, or begin with its weights alone:"
+            " leave out ckpt_path, and call lightning_ups.state.checkpoint.load_weights in on_fit_start."
         )
 
 

@@ -35,8 +35,7 @@ def reduce_into_masters(wrapper: DistributedDataParallel, masters: MasterWeights
         if "only be called once" not in str(error):
             raise
         raise ValueError(
-            "Gradients are reduced by a hook of the user's already, where they are to be reduced into masters."
-            " DistributedDataParallel takes one hook, and masters need theirs to sum in float32."
+            "Gradients are reduced by a hook of the user's already, and masters need theirs to sum in float32."
             " Leave ddp_comm_hook out of the strategy, or set weights='autocast' in the precision."
         ) from error
 

@@ -23,8 +23,7 @@ def check_head(of: str, *, head: bool, include: Sequence[str] | None) -> None:
     check_some("include", names, of=of, why="It would convert nothing, since it names what is converted.")
     if head and include is not None:
         raise ValueError(
-            f"{of}(include={[*include]!r}, head=True) says twice what is converted."
-            " head adds what is outside the blocks to what is in them, and include names all there is to convert."
+            f"{of}(include={[*include]!r}, head=True) says twice what is converted: include names all of it."
             " Add the names outside the blocks to include, or leave one of the two out."
         )
 
@@ -37,8 +36,7 @@ def check_tokens(tokens: int | None, *, said: str) -> None:
     """
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
         raise ValueError(
-            f"{said} is no number of rows."
-            " It is how many rows linear layers multiply at once: mostly batch size times sequence length."
+            f"{said} is no number of rows, mostly batch size times sequence length."
             " Give a whole number of 1 or more, or leave it out: a step with the first batch shows it."
         )
 
@@ -58,7 +56,6 @@ def check_timed(of: str, *, filter: str, tokens: int | None, table: str | Path |
         name, value = next(iter(given.items()))
         shown = str(value) if isinstance(value, Path) else value
         raise ValueError(
-            f"{of}(filter={filter!r}, {name}={shown!r}) would not look at {name}."
-            " Only filter='auto' decides by times of products, and it alone asks how large they are."
+            f"{of}(filter={filter!r}, {name}={shown!r}) would not look at {name}, which is for times of products."
             f" Use filter='auto', or leave {name} out."
         )

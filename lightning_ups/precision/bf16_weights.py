@@ -83,7 +83,6 @@ def _check_rounds(optimizer: Optimizer) -> None:
     low = any(p.dtype is torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
     if low and not getattr(getattr(optimizer, "stepper", optimizer), "bf16_stochastic_round", False):
         raise ValueError(
-            f"{type(optimizer).__name__} steps bfloat16 weights, and rounds to the nearest."
-            " Most steps are smaller than half of what bfloat16 can tell apart, and would be lost."
+            f"{type(optimizer).__name__} steps bfloat16 weights, and rounds to the nearest: most steps would be lost."
             " Use torchao.optim.AdamW8bit(..., bf16_stochastic_round=True) or another of its kind, or BF16Precision()."
         )

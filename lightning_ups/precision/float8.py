@@ -152,9 +152,8 @@ class Float8Precision(ConvertingPrecision):
         )
         if not self.conversion.converted and self.filter == "all":
             raise ValueError(
-                f"All linear layers of {type(module).__name__} that could compute in float8 compute in float32."
-                f" Float8Precision(in_float32={[*self.policy.in_float32]}) names the modules that hold them."
-                " Name fewer, or use BF16Precision, which knows in_float32 as well."
+                f"All linear layers of {type(module).__name__} that could compute in float8 compute in float32, by"
+                f" in_float32={[*self.policy.in_float32]}. Name fewer, or use BF16Precision, which has it as well."
             )
         if not self._sharded:
             self._undo.callback(self.conversion.undo)
@@ -284,8 +283,7 @@ def _warn_of_eager(run: Run) -> None:
     compiled = run.compiled_by_user or any(step.stage is Stage.COMPILE for step in run.declarations)
     if run.training and not compiled and not any(map(compiled_by_itself, run.module.modules())):
         rank_zero_warn(
-            "Float8Precision trains a model that nothing compiles."
-            " Each cast is then kernels of its own, and takes more time than the product saves."
+            "Float8Precision trains a model that nothing compiles: casts take more time than products save."
             " Add Compile() to the callbacks."
         )
 
@@ -305,7 +303,6 @@ def _advice_on_gathers() -> Iterator[None]:
         if any(words in str(error) for words in said):
             error.add_note(
                 "A weight that is gathered in float8 was read outside of the forward of its layer."
-                " What reads it there, such as F.linear with layer.weight, cannot multiply by it."
                 " Set all_gather=False in Float8Precision, or exclude=[...] the layer."
             )
         raise

@@ -343,14 +343,12 @@ class TEPrecision(ConvertingPrecision):
             some = ", ".join([*self.conversion.converted][:3])
             raise RuntimeError(
                 f"TEPrecision computed nothing in a training step: none of {some} and the others ran."
-                " Their forwards are what it replaces, and training_step calls none of them."
                 " Name modules that it calls: TEPrecision(include=[...])."
             )
         if self._attention is not None and self._attention.total == attention:
             raise RuntimeError(
-                "TEPrecision(fp8_attention=True) met no attention in a training step."
-                " It stands in for torch.nn.functional.scaled_dot_product_attention within blocks that repeat."
-                " Let the model use that function, or use fp8_attention=False."
+                "TEPrecision(fp8_attention=True) met no attention in a training step. Let blocks that repeat call"
+                " torch.nn.functional.scaled_dot_product_attention, or use fp8_attention=False."
             )
 
     @override
@@ -413,8 +411,7 @@ class TEPrecision(ConvertingPrecision):
 
 def _split(size: int) -> str:
     return (
-        f"TEPrecision is given with tensor parallelism over {size} devices."
-        " Its kernels know no DTensor, which is what tensor parallelism here is made of."
+        f"TEPrecision is given with tensor parallelism over {size} devices, whose DTensors its kernels do not know."
         " Use tensor_parallel_size=1, or Float8Precision."
     )
 
@@ -435,7 +432,6 @@ def _known_losers(module: nn.Module) -> dict[str, str]:
     if (losers := _DECIDED.get(module)) is None:
         raise RuntimeError(
             f"TEPrecision(filter='auto') cannot look at {type(module).__name__}, which an earlier fit has sharded."
-            " What is faster is found out before weights are split."
             " Use filter='all', the precision of that fit, or a module built anew."
         )
     return losers

@@ -78,44 +78,30 @@ def admit(optimizer: Optimizer, ours: MakeOurs, *, in_parts: bool, device: torch
     in_chunks, _ = _outcome(optimizer, lambda twin: ours(twin, Admission(parted=False, state_bytes=1.0)), device, drawn)
     if not _same(whole, in_chunks):
         raise ValueError(
-            f"{name} cannot be offloaded: stepping its parameters one after another ended at other values than stepping"
-            " them together, on tiny tensors."
-            " Its step looks at all of them at once, such as for a norm, counts its calls, or keeps its state elsewhere"
-            " than in `state`."
-            " Use an optimizer that treats each parameter by itself, such as AdamW, or leave the offloading out."
+            f"{name} cannot be offloaded: stepping tiny parameters one by one ended at other values than all at once."
+            " Its step looks at all of them, counts its calls, or keeps its state elsewhere than in `state`."
+            " Use an optimizer such as AdamW, or leave the offloading out."
         )
     parted = in_parts and not drawn.sparse and _in_parts(optimizer, ours, whole, device, drawn)
     return Admission(parted=parted, state_bytes=state_bytes)
 
 
 def _refuse_by_form(optimizer: Optimizer, name: str) -> None:
-    if needs_closure(optimizer):
-        raise ValueError(
-            f"{name} cannot be offloaded: its step calls the closure itself."
-            " It runs forward and backward within a step, for which every parameter must be stepped at once."
-            " Use an optimizer whose step needs no closure, such as AdamW."
-        )
-    if has_modes(optimizer):
-        raise ValueError(
-            f"{name} cannot be offloaded: it has other weights for evaluation, which its train() and eval() put in"
-            " place."
-            " They read its state beside the parameters, and would find it on the host."
-            " Use an optimizer with one set of weights, such as AdamW, or leave the offloading out."
-        )
-    if not isinstance(getattr(optimizer, "defaults", None), dict) or not isinstance(
-        getattr(optimizer, "state", None), defaultdict
-    ):
-        raise ValueError(
-            f"{name} cannot be offloaded: it keeps its state where optimizers of torch do not."
-            " It has no `defaults` or no `state`, as one that offloads itself, or that wraps another."
-            " Give the optimizer inside it, such as torch.optim.AdamW."
-        )
-    if any(is_lazy(p) for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError(
-            f"{name} cannot be offloaded: a parameter of it has no shape yet."
-            " It belongs to a lazy module, which learns its shape from the first batch, after the offloading is set up."
-            " Run one batch through the module before fit, or give it its sizes."
-        )
+    state = isinstance(getattr(optimizer, "state", None), defaultdict)
+    is_torchs = state and isinstance(getattr(optimizer, "defaults", None), dict)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]] if is_torchs else []
+    wrong = {
+        "its step calls the closure, so that every parameter is stepped at once."
+        " Use an optimizer whose step needs no closure, such as AdamW.": needs_closure(optimizer),
+        "its train() and eval() put other weights in place, by state that is on the host."
+        " Use an optimizer with one set of weights, such as AdamW, or leave the offloading out.": has_modes(optimizer),
+        "it has no `defaults` or no `state` as optimizers of torch have, and may wrap another."
+        " Give the optimizer inside it, such as torch.optim.AdamW.": not is_torchs,
+        "a parameter of it has no shape yet, since it belongs to a lazy module."
+        " Run one batch through the module before fit, or give it its sizes.": any(map(is_lazy, parameters)),
+    }
+    for why in (why for why, holds in wrong.items() if holds):
+        raise ValueError(f"{name} cannot be offloaded: {why}")
 
 
 def _as_a_whole(optimizer: Optimizer, name: str, device: torch.device | None) -> tuple[_Drawn, list[Tensor], float]:
@@ -129,7 +115,6 @@ def _as_a_whole(optimizer: Optimizer, name: str, device: torch.device | None) ->
     where = "the device of its parameters" if device is None else str(device)
     raise ValueError(
         f"{name} cannot be offloaded: on {where} it does not step tiny tensors ({type(first).__name__}: {first})."
-        " Before it is offloaded it is tried on tensors of as many dimensions as its parameters have."
         " Try its step by itself first, with the options that it has here, or use another optimizer, such as AdamW."
     ) from first
 

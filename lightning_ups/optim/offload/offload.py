@@ -108,22 +108,16 @@ class OffloadedOptimizer(DelegatingOptimizer):
     def check(*, update: str, chunk_bytes: int, resident: float) -> None:
         """Raise ValueError if an argument is out of its range."""
         if update not in get_args(Update):
-            raise ValueError(
-                f"update={update!r} is not a known choice."
-                " It says where an optimizer with offloaded state makes its steps."
-                f" Use one of {get_args(Update)}."
-            )
+            raise ValueError(f"update={update!r} is not a known choice. Use one of {get_args(Update)}.")
         if chunk_bytes < 1:
             raise ValueError(
-                f"chunk_bytes={chunk_bytes} is no size."
-                " It is how much state of the optimizer is on the device at a time, three times over."
+                f"chunk_bytes={chunk_bytes} is no size. It is how much state is on the device at a time."
                 " Use a number of bytes, such as 2**28."
             )
         if not 0 <= resident < 1 or (resident and update == "host"):
             raise ValueError(
-                f"resident={resident} is given with update={update!r}."
-                " It is the share of the state that stays on the device, from 0 to less than 1."
-                " Use a smaller share, or update='device'."
+                f"resident={resident} is given with update={update!r}. It is the share of the state that stays on the"
+                " device, from 0 to less than 1. Use a smaller share, or update='device'."
             )
 
     @property
@@ -261,8 +255,7 @@ class _States(MutableMapping[Any, Any]):
     @override
     def __delitem__(self, key: Any) -> None:
         raise TypeError(
-            "State was deleted from an OffloadedOptimizer."
-            " Its place on the host belongs to a chunk, which would be stepped with what lies there."
+            "State was deleted from an OffloadedOptimizer, whose chunks have their places on the host."
             " Load a state dict without it, or overwrite it."
         )
 

@@ -58,7 +58,6 @@ class TorchAOOffloaded(DelegatingOptimizer):
         if reasons := invalid_reasons(inner, clips=clips):
             raise ValueError(
                 f"torchao's CPUOffloadOptimizer cannot stand for {type(inner).__name__} here: {'; '.join(reasons)}."
-                " It was made for one GPU and a plain loop, and would train wrongly or not at all, in silence."
                 " Use update='device' or update='host', which have none of these limits."
             )
         made = require("torchao.optim", requirement="torchao", extra="float8", feature="update='torchao'")
@@ -87,8 +86,7 @@ class TorchAOOffloaded(DelegatingOptimizer):
     def _refuse_other_groups(self) -> None:
         if hasattr(self, "_offloaded"):
             raise ValueError(
-                "Groups of parameters cannot be added under update='torchao', as by a callback that unfreezes some."
-                " torchao's CPUOffloadOptimizer has made its optimizers, and would never step what is added."
+                "Groups of parameters cannot be added under update='torchao': it would never step them."
                 " Use update='host' or 'device', which take groups, or give the optimizer all parameters at first."
             )
 
@@ -147,8 +145,7 @@ class TorchAOOffloaded(DelegatingOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "offloaded" not in state_dict:
             raise ValueError(
-                "The checkpoint holds the state of an optimizer as torch has it, and update='torchao' is given."
-                " torchao numbers its state by the parameters that are large enough to be offloaded."
+                "The checkpoint holds the state of an optimizer as torch has it, which update='torchao' cannot read."
                 " Use update='host' or 'device', which read it, or the checkpoint of a run with update='torchao'."
             )
         self._offloaded.load_state_dict(state_dict)

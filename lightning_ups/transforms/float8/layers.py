@@ -72,13 +72,11 @@ def refuse_tracing() -> None:
     if is_exporting() or torch.jit.is_tracing():
         raise RuntimeError(
             "A model is exported, by torch.export, torch.onnx or torch.jit, whose linear layers multiply in float8."
-            " Their casts are no operators that an exported program could have."
             " Export after the fit, when layers are torch's own, or load the state dict into a module built anew."
         )
     if not torch.compiler.is_compiling() and in_torch_func():
         raise RuntimeError(
             "torch.func computes through a linear layer in float8, as vmap, grad, jvp and jacrev do."
-            " Products in float8 know backward alone, and no other transform."
             " Leave these layers out, by exclude=[...] in the precision, or use BF16Precision."
         )
 
@@ -147,8 +145,7 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ARG004
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "A gradient through a linear layer in float8 is to be differentiated again, by create_graph=True."
-                " Products in float8 have no second derivative: it would be missing from the result, or fail."
+                "A gradient is differentiated again, by create_graph=True. Float8 has no second derivative."
                 " Leave these layers out, by exclude=[...] in the precision, or use BF16Precision."
             )
         return gradients[0]

@@ -47,7 +47,6 @@ class EngineAttention:
         if why := self._recipe.why_no_attention(q_BHTE.device, width=q_BHTE.shape[3]):
             raise ValueError(
                 f"{block} calls attention that cannot be computed in float8: {why}."
-                " Its backward is cuDNN's, which has kernels for few widths of heads."
                 " Use TEPrecision(fp8_attention=False)."
             )
 
@@ -108,7 +107,6 @@ class _Routing(TorchFunctionMode):
             raise ValueError(
                 f"{self._block} calls attention that is not offered in float8: is_causal={is_causal},"
                 f" {'with' if attn_mask is not None else 'without'} a mask, dropout {dropout_p}."
-                " Float8 attention is offered where it is causal and nothing else."
                 " Use fp8_attention=False."
             )
         module = self._attention.module((self._block, self._count), query, key, scale)
@@ -119,7 +117,6 @@ class _Routing(TorchFunctionMode):
             raise RuntimeError(
                 f"{self._block} calls attention that Transformer Engine has no float8 kernel for here, with queries"
                 f" {tuple(query.shape)} and keys {tuple(key.shape)}: {str(error).rstrip('.')}."
-                " Which there are depends on the GPU, on cuDNN's release and on Transformer Engine's."
                 " Use fp8_attention=False."
             ) from error
         return out_BTD.unflatten(-1, (query.shape[1], value.shape[3])).transpose(1, 2)

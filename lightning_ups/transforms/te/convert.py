@@ -170,18 +170,16 @@ def convert_to_te(
 
 
 def _refuse_nothing(work: "_Work", module: nn.Module, *, in_float8: bool) -> None:
-    products = any(borrower.num_products for borrower in work.borrowers.values())
+    name, others = type(module).__name__, name_other_layers(module)
     some = "; ".join(f"{name}: {why}" for name, why in [*work.skipped.items()][:4])
-    others = name_other_layers(module)
     if not work.converted:
         raise ValueError(
-            f"Nothing of {type(module).__name__} can be computed by Transformer Engine."
-            f" {some or 'It has no linear layer and no norm'}.{others}"
-            " Name others by include=[...], or use BF16Precision."
+            f"Nothing of {name} can be computed by Transformer Engine. {some or 'It has no linear layer and no norm'}."
+            f"{others} Name others by include=[...], or use BF16Precision."
         )
-    if in_float8 and not products:
+    if in_float8 and not any(borrower.num_products for borrower in work.borrowers.values()):
         raise ValueError(
-            f"Of {type(module).__name__} Transformer Engine can compute norms alone, and nothing in float8."
+            f"Of {name} Transformer Engine can compute norms alone, and nothing in float8."
             f" {some or 'It has no nn.Linear in its blocks'}.{others}"
             " Name linear layers by include=[...], or use recipe=None, or BF16Precision."
         )

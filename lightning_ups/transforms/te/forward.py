@@ -51,7 +51,7 @@ class Calls:
         if again and borrower.was_quantizing and not quantizing:
             raise RuntimeError(
                 f"{of} is recomputed in backward outside of Transformer Engine's autocast, which its forward was in."
-                " The model calls torch.utils.checkpoint, which knows nothing of it: gradients would not be the loss's."
+                " The model calls torch.utils.checkpoint, which knows nothing of it."
                 " Turn that off, such as gradient_checkpointing in transformers, and use ActivationCheckpoint()."
             )
         if not again:
@@ -62,16 +62,13 @@ class Calls:
         if rows % self.rows:
             raise ValueError(
                 f"{of} got {tuple(value.shape)}: {rows} rows, which is no multiple of {self.rows}."
-                " Products in float8 need that of all dimensions but the last together."
-                f" Make batch times sequence a multiple of {self.rows}, or drop a last batch that is smaller:"
-                " DataLoader(drop_last=True)."
+                f" Make batch times sequence a multiple of {self.rows}, or use DataLoader(drop_last=True)."
             )
         if not self._once or again:  # a recomputed block, with the maxima of its first forward
             return
         if id(borrower) in self._ran:
             raise RuntimeError(
-                f"{of} ran twice in one training step with recipe='delayed'."
-                " Transformer Engine keeps one maximum for each module until the step ends, and would lose the first."
+                f"{of} ran twice in one training step with recipe='delayed', which keeps one maximum for each module."
                 " Use recipe='current', which keeps none."
             )
         self._ran.add(id(borrower))
@@ -100,7 +97,6 @@ class PassedOn:
         if passed is not None and passed() is not value:
             raise RuntimeError(
                 f"{of} was to be computed together with {self.name}, and got something else than its result."
-                " The norm is not computed by itself any more, so that this value is one without it."
                 " Take the fusion out: TEPrecision(fuse='none'), or its own entry in fusions."
             )
 
@@ -129,7 +125,6 @@ class Joint:
         elif value is not self._value:
             raise RuntimeError(
                 f"{self._names[module]} got another value than the layer that was computed together with it."
-                " They are one product, of one value."
                 " Take the fusion out: TEPrecision(fuse='none'), or its own entry in fusions."
             )
         part = self._parts.pop(module)

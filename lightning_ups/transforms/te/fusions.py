@@ -47,11 +47,7 @@ class Fusion:
         as_patterns(self.first)
         complete = bool(self.first) and self.second is not None
         if bool(self.linears) == (self.mlp is not None) or (self.mlp is not None and not complete):
-            raise ValueError(
-                f"{self} is no whole fusion."
-                " A norm is computed with the linear layers that read it, or with a network of first and second layers."
-                " Give linears=[...], or mlp=..., first=[...] and second=...."
-            )
+            raise ValueError(f"{self} is no whole fusion. Give linears=[...], or mlp=..., first=[...] and second=....")
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -131,7 +127,6 @@ def _matches(fusion: Fusion, modules: Mapping[str, nn.Module], *, of: str) -> It
         if len(_stars(part)) != len(stars):
             raise ValueError(
                 f"The patterns {fusion.norm!r} and {part!r} of a fusion have different numbers of '*'."
-                " What each stands for in the norm's name is put into the others."
                 " Give each of them the same stars."
             )
     for name in select_names([n for n in modules if n], [fusion.norm], kind="submodule", of=of):

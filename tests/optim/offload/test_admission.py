@@ -159,7 +159,7 @@ class OffloadsItself(Optimizer):
         (OffloadsItself, r"^OffloadsItself cannot .* such as torch\.optim\.AdamW\.$"),
         (
             lambda _: AdamW(nn.LazyLinear(2).parameters()),
-            r"^AdamW cannot be offloaded: a parameter of it has no shape yet\.",
+            r"^AdamW cannot be offloaded: a parameter of it has no shape yet",
         ),
         # In the words of torch itself.
         (
