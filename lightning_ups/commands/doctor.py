@@ -177,9 +177,10 @@ def _package_lines(packages: dict[str, Any]) -> Iterator[Text]:
         if package["loads"]:
             yield _row(name, width, "green", package["version"])
         elif package["version"] is None:
-            yield _row(name, width, "dim", "not installed", package["cure"])
+            yield _row(name, width, "dim", "not installed", cure=package["cure"])
         else:
-            yield _row(name, width, "red", f"{package['version']} does not load: {package['error']}", package["cure"])
+            broken = f"{package['version']} does not load: {package['error']}"
+            yield _row(name, width, "red", broken, cure=package["cure"])
 
 
 def _technique_sections(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[Text]]]:
@@ -189,9 +190,8 @@ def _technique_sections(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, l
 
 
 def _technique(row: dict[str, Any], width: int) -> Text:
-    mark = f"{_MARKS[row['verdict']]:8}"
     said = f"{row['title']}{': ' if row['why'] else ''}{row['why']}"
-    return _row(row["name"], width, _STYLES[row["verdict"]], mark + said, row["cure"], styled=len(mark))
+    return _row(row["name"], width, _STYLES[row["verdict"]], f"{_MARKS[row['verdict']]:8}", said, cure=row["cure"])
 
 
 def _warning_lines(warnings: Sequence[dict[str, str]]) -> Iterator[Text]:
@@ -201,10 +201,8 @@ def _warning_lines(warnings: Sequence[dict[str, str]]) -> Iterator[Text]:
         yield Text.assemble("  ", (advice["what"], "yellow"), f" {advice['why']} {advice['cure']}")
 
 
-def _row(name: str, width: int, style: str, said: str, cure: str = "", *, styled: int | None = None) -> Text:
-    head = said if styled is None else said[:styled]
-    rest = "" if styled is None else said[styled:]
-    return Text.assemble(f"  {name:{width}}  ", (head, style), rest, (f" -> {cure}" if cure else "", "cyan"))
+def _row(name: str, width: int, style: str, styled: str, plain: str = "", *, cure: str = "") -> Text:
+    return Text.assemble(f"  {name:{width}}  ", (styled, style), plain, (f" -> {cure}" if cure else "", "cyan"))
 
 
 def _gib(size: int) -> str:

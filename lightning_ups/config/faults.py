@@ -34,9 +34,7 @@ class Schema:
 
     types: Mapping[str, Any]  # of each key
     required: Sequence[str] = ()  # keys that must name a class
-    nullable: Callable[[str], bool] = lambda _: (
-        False
-    )  # whether null is the default of a key whose type does not take it
+    nullable: Callable[[str], bool] = lambda _: False  # whether a key takes null though its type does not
     other_options: Sequence[str] = ()  # only to be suggested for a misspelled one
 
 

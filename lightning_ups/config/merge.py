@@ -63,7 +63,7 @@ class _Item:
 
 
 class MergedList:
-    """One list of ``trainer``, taken out of the preset's layer, then files, then options in the order of both."""
+    """One list of ``trainer``: of the preset, then of files, then of options in the order in which they stand."""
 
     def __init__(self, name: str, preset: Layer | None) -> None:
         self.name, self._has_preset = name, preset is not None
