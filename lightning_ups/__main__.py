@@ -5,12 +5,13 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from itertools import pairwise
 from types import ModuleType
 from typing import NamedTuple
 
 from lightning_ups import __version__
 from lightning_ups.config.errors import broken_package, cure_of_broken, report_errors
-from lightning_ups.config.suggestions import suggest
+from lightning_ups.config.suggestions import check_config, suggest
 
 __all__ = ["main"]
 
@@ -41,6 +42,7 @@ TOOLS = {
     "advise": _Tool("measure which layers would be faster in float8, and by how much", "commands.advise"),
     "export": _Tool("convert a checkpoint to another format", "commands.export"),
 }
+_WITHOUT_RUN = ("presets", "doctor", "export")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,6 +68,11 @@ def _run(words: list[str]) -> int:
     if command not in known:
         raise ValueError(f"Unknown command {words[0]!r}. {suggest(words[0], known)}")
     words.remove(command)
+    if command not in _WITHOUT_RUN:
+        for option, value in pairwise([*words, ""]):
+            name = option.removeprefix("--config=") if "=" in option else value
+            if option.partition("=")[0] in ("-c", "--config") and name and not name.startswith("--"):
+                check_config(name)  # here, since what reads the file takes seconds to import
     if command in TRAINER:
         return _load("cli").main([command, *words])
     tool = _load(TOOLS[command].module)

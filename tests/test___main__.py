@@ -27,7 +27,13 @@ def test_the_version(capsys):
     assert capsys.readouterr().out.startswith("lightning_ups ")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["presets"], ["presets", "cpu"], ["--version"], ["nonsense"]])
+NO_FILE = ["fit", "--config", "nofile.yaml"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["presets"], ["presets", "cpu"], ["--version"], ["nonsense"], NO_FILE, ["plan", "-c", "nofile.yaml"]],
+)
 def test_light_commands_load_nothing_heavy(words):
     code = (
         "import sys; from lightning_ups.__main__ import main; main(sys.argv[1:]);"
@@ -37,14 +43,34 @@ def test_light_commands_load_nothing_heavy(words):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("words", [["--help"], ["presets"]])
-def test_light_commands_answer_within_a_second(words):
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["presets"], 0), (NO_FILE, 2)])
+def test_light_commands_answer_within_a_second(words, code):
     times = []
     for _ in range(3):
         start = of_children()
-        assert process("-m", "lightning_ups", *words).returncode == 0
+        assert process("-m", "lightning_ups", *words).returncode == code
         times.append(of_children() - start)
     assert min(times) < 1
+
+
+@pytest.mark.parametrize(
+    "words", [NO_FILE, ["--config=nofile.yaml", "explain"], ["fit", "-c", "no.yaml", *NO_FILE[1:]]]
+)
+def test_a_missing_file_is_refused_with_the_nearest_name(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command_line, "_load", None)
+    (tmp_path / "nofiles.yaml").touch()
+    (tmp_path / "no.yaml").touch()
+    assert main(words) == 2
+    assert "'nofile.yaml' does not exist" in (said := " ".join(capsys.readouterr().err.split()))
+    assert "Did you mean 'nofiles.yaml'?" in said
+
+
+@pytest.mark.parametrize("given", ["{}", "a: 1\nb: 2", "memory://run.yaml", "/dev/null", "", "--preset"])
+def test_what_is_no_missing_file_is_left_to_the_command(given, monkeypatch):
+    monkeypatch.setattr(command_line, "_load", lambda module: sys.exit(5))
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", given])
 
 
 def of_children():

@@ -9,7 +9,7 @@ import yaml
 from jsonargparse import get_loader
 
 from lightning_ups.config import presets
-from lightning_ups.config.suggestions import suggest_file
+from lightning_ups.config.suggestions import check_config
 
 __all__ = ["Keys", "Layer", "Tree", "items", "preset_layer", "read", "section"]
 
@@ -96,13 +96,10 @@ def _content(source: str) -> tuple[str, str, Path | None]:
 
         with fsspec.open(source, "r") as file:
             return source, file.read(), None  # type: ignore[attr-defined]
+    check_config(source)
     path = Path(source)
     try:
         return source, path.read_text(encoding="utf-8"), path.parent if path.is_file() else None
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        what = "is a folder" if path.is_dir() else "does not exist"
-        suggestion = suggest_file(source, endings=(".yaml", ".yml"))
-        raise FileNotFoundError(f"The file {source!r} {what} (looked up from {Path.cwd()}). {suggestion}") from error
     except OSError as error:
         raise OSError(
             f"{source} cannot be read: {error.strerror}. Choose another file, or make it readable."

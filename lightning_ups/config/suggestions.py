@@ -1,5 +1,6 @@
 """Suggest the name that was probably meant, for a misspelled name, file or option."""
 
+import os
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
@@ -7,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["nearest", "parse_options", "suggest", "suggest_file"]
+__all__ = ["check_config", "nearest", "parse_options", "suggest", "suggest_file"]
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
@@ -55,6 +56,20 @@ def suggest_file(name: str | Path, *, endings: Sequence[str], otherwise: str = "
     stem = wanted.name.removesuffix(wanted.suffix if wanted.suffix in endings else "")
     near = None if folder == wanted else nearest(stem, files)
     return f"Did you mean {str(files[near])!r}?" if near else suggest("", map(str, files.values()), otherwise=otherwise)
+
+
+def check_config(source: str) -> None:
+    """Refuse `source`, given by --config, if it is neither a file nor YAML text nor a URL.
+
+    Raises:
+        FileNotFoundError: If it is none of them.
+    """
+    if "\n" in source or source.lstrip().startswith("{") or "://" in source:
+        return
+    if os.path.isdir(source) or not os.path.exists(source):
+        what = "is a folder" if os.path.isdir(source) else "does not exist"
+        suggestion = suggest_file(source, endings=(".yaml", ".yml"))
+        raise FileNotFoundError(f"The file {source!r} {what} (looked up from {Path.cwd()}). {suggestion}")
 
 
 def parse_options(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
