@@ -29,37 +29,21 @@ _STEP, _AVERAGE, _SQUARE = map(itemgetter, ("step", "exp_avg", "exp_avg_sq"))
 
 
 class Kind(NamedTuple):
-    """What the weights of one launch have in common.
-
-    Attributes:
-        device: Of all that is read and written.
-        gradient: The gradients' type.
-        copy: The copies' type, or None where there are none.
-        aligned: Whether whole vectors can be loaded, to the end.
-    """
+    """What the weights of one launch have in common."""
 
     device: torch.device
     gradient: torch.dtype
     copy: torch.dtype | None
-    aligned: bool
+    aligned: bool  # whole vectors can be loaded, to the end
 
 
 @dataclass(slots=True)
 class Layout:
-    """All that launches have to know of slots: those of equal ones are the same.
+    """All that launches have to know of slots: those of equal ones are the same."""
 
-    An address says on which device it is, too.
-
-    Attributes:
-        addresses: Columns of the gradients, weights, averages, squares, steps and copies. A weight that has no copy is
-            there twice.
-        sizes: Of the weights, in elements.
-        gradients: The types of the gradients.
-        copies: The types of the copies, or None.
-    """
-
+    # Columns of the gradients, weights, averages, squares, steps and copies. A weight without a copy is there twice.
     addresses: list[list[int]]
-    sizes: list[int]
+    sizes: list[int]  # of the weights, in elements
     gradients: list[torch.dtype]
     copies: list[torch.dtype | None]
 
@@ -80,23 +64,15 @@ class Layout:
 class Slots:
     """Weights and what their step reads and writes: what is at one place of every column belongs together.
 
-    It is all of one shape but for the step, and contiguous.
-
-    Args:
-        weights: float32.
-        gradients: Of any floating-point type.
-        averages: Of the gradients, float32.
-        squares: The averages of their squares, float32.
-        steps: How many steps were made, this one counted: one float32 number on the device for each.
-        copies: What the weights are written to as well, rounded to its type, or None.
+    It is all of one shape but for the step, contiguous, and float32 but for gradients and copies.
     """
 
     weights: list[Tensor]
     gradients: list[Tensor]
     averages: list[Tensor]
     squares: list[Tensor]
-    steps: list[Tensor]
-    copies: list[Tensor | None]
+    steps: list[Tensor]  # how many were made, this one counted: one number on the device for each
+    copies: list[Tensor | None]  # what the weights are written to as well, rounded
 
     def __len__(self) -> int:
         return len(self.weights)

@@ -27,15 +27,7 @@ _DEVICE, _DTYPE = attrgetter("device"), attrgetter("dtype")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a parameter group of Adam or AdamW asks for.
-
-    Args:
-        lr: The learning rate.
-        beta1: Decay of the average of the gradients.
-        beta2: Decay of the average of their squares.
-        eps: Added to the root of the latter.
-        weight_decay: The part of a weight that a step takes away, times the learning rate.
-    """
+    """What a parameter group of Adam or AdamW asks for."""
 
     lr: float
     beta1: float

@@ -89,11 +89,7 @@ def _is_torchaos(kind: type) -> bool:
 
 
 def check_rounding(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse an optimizer with stochastic rounding that has no bfloat16 weights to round into.
-
-    Raises:
-        ValueError: If one is.
-    """
+    """Refuse an optimizer with stochastic rounding that has no bfloat16 weights to round into."""
     for optimizer in map(innermost, optimizers):
         asked = getattr(optimizer, "bf16_stochastic_round", False)
         if asked and all(p.dtype is not torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):

@@ -25,12 +25,6 @@ class MasterGradients:
     A backward leaves gradients in the parameters, in low precision. They move to the masters before another backward
     would add to them there, and before a step. A data-parallel wrapper whose reduction is made in float32 leaves its
     sums in the masters itself. While users may look, parameters show rounded copies, and what is written there counts.
-
-    Args:
-        masters: The masters.
-        parameters: Returns the optimizer's parameters, which may change.
-        accumulate: Move the gradients of each microbatch as soon as each is whole.
-        wrapper: The data-parallel wrapper around the module, if there is one.
     """
 
     def __init__(

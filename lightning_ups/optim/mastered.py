@@ -40,7 +40,6 @@ class MasteredOptimizer(DelegatingOptimizer):
     Args:
         inner: An optimizer over the module's parameters. What state it has for them, it has for their masters from
             here on, in their type.
-        masters: The masters of that module.
         accumulate: Add the gradients of microbatches in the type of the masters, as soon as each is whole. The
             parameters then have no ``.grad`` after a backward: the masters have it.
         wrapper: The data-parallel wrapper around the module, if there is one. Its reduction is then made in the type

@@ -25,9 +25,6 @@ def check_options(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> N
     """Refuse ``saved``, the groups of a state, if they lack an option that ``optimizer`` has, and have others.
 
     What its class fills in, for checkpoints of older versions, may be missing, and what only its constructor reads.
-
-    Raises:
-        ValueError: If one lacks any.
     """
     groups, optimizer = optimizer.param_groups, innermost(optimizer)
     options = [name for name in optimizer.defaults if all(name in group for group in groups)]

@@ -13,12 +13,7 @@ Filter = Literal["all", "auto"]
 
 
 def check_head(of: str, *, head: bool, include: Sequence[str] | None) -> None:
-    """Refuse ``head`` beside ``include``, which names what is converted wherever it is.
-
-    Raises:
-        TypeError: If ``include`` is no list of strings.
-        ValueError: If both are given, or ``include`` is empty.
-    """
+    """Refuse ``head`` beside ``include``, which names what is converted wherever it is, and an empty ``include``."""
     names = None if include is None else as_patterns(include)
     check_some("include", names, of=of, why="It would convert nothing, since it names what is converted.")
     if head and include is not None:
@@ -29,11 +24,7 @@ def check_head(of: str, *, head: bool, include: Sequence[str] | None) -> None:
 
 
 def check_tokens(tokens: int | None, *, said: str) -> None:
-    """Refuse a number of ``tokens`` that is none, in the words in which it was ``said``.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Refuse a number of ``tokens`` that is none, in the words in which it was ``said``."""
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
         raise ValueError(
             f"{said} is no number of rows, mostly batch size times sequence length."
@@ -42,11 +33,7 @@ def check_tokens(tokens: int | None, *, said: str) -> None:
 
 
 def check_timed(of: str, *, filter: str, tokens: int | None, table: str | Path | None) -> None:
-    """Refuse an unknown ``filter``, a number of ``tokens`` that is none, and what only ``filter="auto"`` looks at.
-
-    Raises:
-        ValueError: If either is given, or ``table`` is empty.
-    """
+    """Refuse an unknown ``filter``, a number of ``tokens`` that is none, and what only ``filter="auto"`` looks at."""
     why = "It says whether all layers are converted that can be, or only those that are faster in float8."
     check_choice("filter", filter, get_args(Filter), of=of, why=why)
     check_path("table", table, of=of, why="It is a file of times.")

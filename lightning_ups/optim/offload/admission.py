@@ -27,30 +27,19 @@ EACH = 3  # tiny tensors for each group
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """What is known of an optimizer that may be stepped in chunks.
+    """What is known of an optimizer that may be stepped in chunks."""
 
-    Args:
-        parted: A parameter may be stepped in parts, since each element is treated by itself.
-        state_bytes: The bytes of state that it keeps for each byte of a parameter.
-    """
-
-    parted: bool
-    state_bytes: float
+    parted: bool  # a parameter may be stepped in parts, since each element is treated by itself
+    state_bytes: float  # for each byte of a parameter
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawn:
-    """The gradients of a trial.
+    """The gradients of a trial."""
 
-    Args:
-        absent: One parameter has none in the first step.
-        sparse: Those of matrices have few rows, as an embedding's may.
-        begun: The optimizer has made its state before the first step.
-    """
-
-    absent: bool = False
-    sparse: bool = False
-    begun: bool = False
+    absent: bool = False  # one parameter has none in the first step
+    sparse: bool = False  # those of matrices have few rows, as an embedding's may
+    begun: bool = False  # the optimizer has made its state before the first step
 
 
 # The first that it takes: torch's fused SGD wants all or none, SparseAdam nothing dense, and Adagrad the state it made.

@@ -56,11 +56,7 @@ def nbytes_of(value: Any) -> int:
 
 
 class Options:
-    """The options of parameter groups, which a step in chunks shall change as often as a step of all does.
-
-    Args:
-        optimizer: Whose groups they are.
-    """
+    """The options of parameter groups, which a step in chunks shall change as often as a step of all does."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups = optimizer.param_groups

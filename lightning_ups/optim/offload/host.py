@@ -43,14 +43,7 @@ class _Slot:
 
 
 class HostSteps:
-    """Steps on the CPU, chunk after chunk: while one is stepped, gradients of the next come down.
-
-    Args:
-        inner: The optimizer that makes the steps.
-        source: The parameters, their gradients, and what is stepped for them.
-        memory: Of the device.
-        chunk_bytes: The most that a chunk brings down, where one parameter does not bring more.
-    """
+    """Steps on the CPU, chunk after chunk: while one is stepped, gradients of the next come down."""
 
     def __init__(self, inner: Optimizer, source: Source, *, memory: Memory, chunk_bytes: int) -> None:
         self._inner, self._source, self.memory, self._chunk_bytes = inner, source, memory, chunk_bytes

@@ -82,13 +82,7 @@ def same_form(one: Tensor, other: Tensor) -> bool:
 
 
 class Block:
-    """Memory that holds pieces; on the host, or on the device.
-
-    Args:
-        memory: Of which device.
-        nbytes: How large.
-        resident: On the device, and never copied.
-    """
+    """Memory that holds pieces: on the host, or, if ``resident``, on the device."""
 
     def __init__(self, memory: Memory, nbytes: int, *, resident: bool) -> None:
         self.raw = memory.room(nbytes) if resident else memory.host(nbytes)

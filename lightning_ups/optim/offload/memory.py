@@ -21,9 +21,6 @@ class Memory:
     Work and copies are queues. A copy begins after the marks that it is given, and returns its own; work that reads
     what was copied waits for that.
 
-    Args:
-        device: Where the state is used.
-
     Attributes:
         moves: The class of the tensors that are moved; others stay where they are.
     """

@@ -43,14 +43,6 @@ class _Slot:
 class StreamedSteps:
     """Steps chunk after chunk: while one is stepped, the next is loaded and the one before is stored.
 
-    Args:
-        inner: The optimizer that makes the steps.
-        source: The parameters, their gradients, and what is stepped for them.
-        memory: Of the device.
-        chunk_bytes: The most that a chunk has of state, where a parameter that cannot be parted has not more.
-        admission: What is known of ``inner``.
-        resident: The share of the state that stays on the device.
-
     Attributes:
         allows_one_kernel: AdamW's step may be made for it, as `adamw_step` does. True where there are masters, whose
             step would be made so without offloading.

@@ -19,11 +19,7 @@ __all__ = ["Scales", "gathers_in_float8", "show_plain_weight"]
 
 
 class Scales:
-    """The scales of float8 weights, computed together, and again when weights have changed.
-
-    Args:
-        layers: Layers, some of which gather their weights in float8.
-    """
+    """The scales of float8 weights, computed together, and again when weights have changed."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers = nn.ModuleList(layer for layer in layers if gathers_in_float8(layer))

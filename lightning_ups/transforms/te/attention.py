@@ -21,12 +21,7 @@ __all__ = ["EngineAttention", "engine_attention"]
 
 
 class EngineAttention:
-    """The modules of Transformer Engine that replace attention calls, by block and call order.
-
-    Args:
-        recipe: The recipe.
-        made: Transformer Engine's object for the recipe.
-    """
+    """The modules of Transformer Engine that replace attention calls, by block and call order."""
 
     def __init__(self, recipe: Recipe, made: Any) -> None:
         self.modules: dict[tuple[str, int], Any] = {}

@@ -40,12 +40,7 @@ class Calls:
         self._ran.clear()
 
     def note(self, of: str, borrower: Borrower, value: Tensor) -> None:
-        """Record that the module of this name runs, and raise if the result would be wrong.
-
-        Raises:
-            ValueError: If the number of rows is invalid.
-            RuntimeError: If it already ran in this region, or is recomputed in another precision.
-        """
+        """Record that the module of this name runs, and raise if the result would be wrong."""
         self.total += 1
         again, quantizing = in_backward(), is_quantizing()
         if again and borrower.was_quantizing and not quantizing:
@@ -102,14 +97,7 @@ class PassedOn:
 
 
 class Joint:
-    """Linear layers that read one norm, computed as one product by the one that is called first.
-
-    Args:
-        borrower: Computes the product.
-        norm: The norm that they read.
-        linears: The layers by name, in the order of the rows of the product.
-        calls: Records each product.
-    """
+    """Linear layers that read one norm, computed as one product by the one that is called first."""
 
     def __init__(self, borrower: Borrower, norm: PassedOn, linears: Mapping[str, nn.Linear], calls: Calls) -> None:
         self._borrower, self._norm, self._calls = borrower, norm, calls
