@@ -112,20 +112,6 @@ class NeedsWidth(Toy):
         super().__init__(width=width)
 
 
-@dataclass
-class Sizes:
-    """What belongs together."""
-
-    width: int = 8
-
-
-class Sized(Toy):
-    """Takes a dataclass."""
-
-    def __init__(self, sizes: Sizes | None = None):
-        super().__init__(width=sizes.width if sizes else 8)
-
-
 class Shape(Enum):
     """A choice, which YAML has by its name."""
 
@@ -177,11 +163,6 @@ class Various(Toy):
         super().__init__(width=width)
         self.save_hyperparameters()
         self.nested, self.maybe, self.part, self.shape = nested, maybe, part, shape
-
-
-def toy_of(width: int = 8) -> Toy:
-    """Make a toy."""
-    return Toy(width=width)
 
 
 class NoMeta(Toy):

@@ -208,25 +208,6 @@ def test_what_does_not_fit_says_what_to_write_and_ends_with_2(capsys, keep):
     assert "trainer.callbacks+: [{class_path:" in out or "data.init_args.batch_size: " in out
 
 
-@pytest.mark.slow
-def test_as_json(capsys):
-    code, out = shown(capsys, asked(), batch="4x65:int64", gpu="24", as_json=True)
-    facts = json.loads(out)
-    assert code == 0
-    assert facts["device"]["gib"] == 24
-    assert facts["batch"] == {"samples": 4, "positions": 65, "from": "--batch"}
-    declared = facts["settings"][0]
-    assert declared["name"] == "as configured"
-    assert declared["fits"] is True
-    assert sum(declared["by_kind"].values()) == declared["peak_bytes"]
-    assert declared["largest_batch"] > 1000
-    assert {row["name"] for row in facts["settings"] if row["fits"]} >= {
-        "Compile",
-        "AdamW8bit",
-        "ActivationCheckpoint(save=nothing)",
-    }
-
-
 def test_without_a_gpu_it_says_which_holds_it(capsys, monkeypatch, keep):
     keep("ActivationCheckpoint(save=nothing)")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -278,7 +259,13 @@ def test_from_the_command_line(tmp_path, capsys):
     code = command_line(["plan", "--config", str(path), "--gpu", "24", "--devices", "4", "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert code == 0
-    assert (facts["devices"], facts["batch"]["from"]) == (4, "RandomTokens")
+    assert (facts["devices"], facts["device"]["gib"]) == (4, 24)
+    assert facts["batch"] == {"samples": 4, "positions": 65, "from": "RandomTokens"}
+    assert facts["settings"][0]["name"] == "as configured"
+    assert sum(facts["settings"][0]["by_kind"].values()) == facts["settings"][0]["peak_bytes"]
+    assert {"Compile", "ActivationCheckpoint(save=nothing)"} <= {
+        row["name"] for row in facts["settings"] if row["fits"]
+    }
     assert facts["settings"][0]["by_kind"].get("optimizer state", 0) == 0  # the section's SGD keeps nothing
     assert command_line(["plan", "--config", str(path), "--gpu", "h101"]) == 2
     assert "'h101' is not in the table." in capsys.readouterr().err
