@@ -254,6 +254,8 @@ def _break(reason: Any) -> str:
 
 def first_hint(text: str) -> str:
     """Return Dynamo's first hint that says what to do, preceded by a full stop, or an empty string."""
+    if "InvalidCxxCompiler" in text:  # Inductor's, which gives no hint
+        return ". Hint: install a C++ compiler, such as by apt-get install g++, or leave Compile out"
     hints = [line.strip() for line in text.splitlines() if line.strip().startswith("Hint: ")]
     return next((f". {hint}" for hint in hints if "is fundamental" not in hint and "report an issue" not in hint), "")
 

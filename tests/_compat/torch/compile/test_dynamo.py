@@ -1,5 +1,8 @@
 import json
 import logging
+import os
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -332,3 +335,15 @@ def test_loggers_are_left_out_of_a_graph_and_that_is_told_once(monkeypatch):
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Logger"):  # noqa: TID251
         module(x)
+
+
+def test_a_missing_cpp_compiler_is_named_with_how_to_get_one(tmp_path):
+    code = (
+        "from lightning_ups.callbacks import Compile; from tests.toys import Net, loader, trainer\n"
+        "trainer('.', callbacks=[Compile()], epochs=1).fit(Net(), loader())"
+    )
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": os.getcwd(), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    (line,) = [line for line in done.stderr.splitlines() if "runs uncompiled in training" in line]
+    assert "No working C++ compiler" in line
+    assert "apt-get install g++" in line
