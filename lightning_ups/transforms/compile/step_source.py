@@ -121,7 +121,7 @@ def uses_only_loss(model: LightningModule, name: str) -> bool:
     """Return whether the training step of ``model`` uses nothing but the loss of what its submodule ``name`` returns.
 
     That is certain only where the code is plain: each call has ``.loss``, ``["loss"]`` or ``[0]`` behind it, or its
-    result is assigned to a variable of which nothing else is read. Whatever else is done with the submodule, or with
+    result is assigned to a variable that is read in no other way. Whatever else is done with the submodule, or with
     ``self`` as a whole, counts as a use of all outputs.
     """
     try:
