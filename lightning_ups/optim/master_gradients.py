@@ -58,11 +58,6 @@ class MasterGradients:
         for handle in self._handles:
             handle.remove()
 
-    def of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient that the next step uses for ``parameter``."""
-        master = self._of.get(parameter)
-        return parameter.grad if master is None or master.grad is None else master.grad
-
     def all(self) -> Sequence[Tensor]:
         """Return the gradients that the next step uses, before any clipping."""
         self.complete()
@@ -88,7 +83,9 @@ class MasterGradients:
         if _are_dense(gradient_column(parameters)):  # which takes no hash: every step comes here
             self._stepped = parameters
         else:
-            self._stepped = [p for p in parameters if _is_dense(p.grad) or _is_dense(self.of(p))]
+            self._stepped = [
+                p for p in parameters if _is_dense(p.grad) or (p in self._of and _is_dense(self._of[p].grad))
+            ]
 
     def hand_over(self) -> None:
         """Move to the masters what a step by another optimizer reads there."""

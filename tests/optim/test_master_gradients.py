@@ -4,7 +4,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from lightning_ups.optim import MasteredOptimizer, MasterWeights, OffloadedOptimizer
-from tests.optim.test_master_weights import batch, by_specification, make_model, mastered
+from tests.optim.test_master_weights import batch, by_specification, make_model, mastered, with_masters
 
 
 def test_microbatches_are_added_in_float32():
@@ -19,8 +19,7 @@ def test_microbatches_are_added_in_float32():
 
 def test_no_low_precision_gradient_is_kept_while_accumulating():
     model = make_model()
-    masters = MasterWeights(model, dtype=torch.bfloat16)
-    optimizer = MasteredOptimizer(SGD(model.parameters(), lr=0.1), masters, accumulate=True)
+    _, optimizer = with_masters(model, accumulate=True)
     model(batch(torch.bfloat16)).sum().backward()
     assert all(p.grad is None for p in model.parameters())
     assert len(optimizer.gradients()) == len(list(model.parameters()))
@@ -30,8 +29,7 @@ def test_no_low_precision_gradient_is_kept_while_accumulating():
 
 def test_a_parameter_without_gradient_keeps_its_value():
     model = make_model()
-    masters = MasterWeights(model, dtype=torch.bfloat16)
-    optimizer = MasteredOptimizer(AdamW(model.parameters(), lr=1.0), masters)
+    masters, optimizer = with_masters(model, AdamW, lr=1.0)
     before = masters.of[model[2].weight].clone()
     model[0](batch(torch.bfloat16)).sum().backward()
     optimizer.step()

@@ -1,6 +1,7 @@
 import copy
 import pickle
 import re
+import warnings
 
 import pytest
 import torch
@@ -20,6 +21,19 @@ def make_model():
 
 def batch(dtype=torch.float32):
     return torch.linspace(-1, 1, 32).reshape(4, 8).to(dtype)
+
+
+def with_masters(model, make=SGD, *, lr=1e-6, parameters=None, tell=warnings.warn, **options):
+    """Return masters of the module in bfloat16, and an optimizer that steps them."""
+    masters = MasterWeights(model, dtype=torch.bfloat16, tell=tell)
+    trained = [p for p in parameters or model.parameters() if p.requires_grad]
+    return masters, MasteredOptimizer(make(trained, lr=lr), masters, **options)
+
+
+def step(model, optimizer):
+    model(batch(torch.bfloat16)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def by_specification(model, *, steps, lr=1e-2, micro=1, clip=None):
@@ -43,8 +57,7 @@ def by_specification(model, *, steps, lr=1e-2, micro=1, clip=None):
 
 
 def mastered(model, *, steps, lr=1e-2, micro=1, clip=None, make=AdamW, **options):
-    masters = MasterWeights(model, dtype=torch.bfloat16)
-    optimizer, losses = MasteredOptimizer(make(model.parameters(), lr=lr), masters, **options), []
+    (masters, optimizer), losses = with_masters(model, make, lr=lr, **options), []
     for _ in range(steps):
         optimizer.zero_grad()
         for part in range(micro):
@@ -192,17 +205,14 @@ def test_what_others_write_is_taken_over(write):
     model = make_model()
     model[2].weight.requires_grad_(False)  # as a target network's is
     told = []
-    masters = MasterWeights(model, dtype=torch.bfloat16, tell=told.append)
-    optimizer = MasteredOptimizer(SGD([p for p in model.parameters() if p.requires_grad], lr=1e-6), masters)
-    for step in range(60):
-        model(batch(torch.bfloat16)).float().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    masters, optimizer = with_masters(model, tell=told.append)
+    for number in range(60):
+        step(model, optimizer)
         write(model[0].weight, lambda weight: weight.clamp_(-0.01, 0.01))
-        write(model[2].weight, lambda weight, step=step: weight.fill_(step))
+        write(model[2].weight, lambda weight, number=number: weight.fill_(number))
         state = model.state_dict()
-        assert state["0.weight"].abs().max() <= 0.011, step
-        assert torch.equal(state["2.weight"], torch.full((8, 32), float(step)))
+        assert state["0.weight"].abs().max() <= 0.011, number
+        assert torch.equal(state["2.weight"], torch.full((8, 32), float(number)))
     masters.undo()
     assert model[0].weight.abs().max() <= 0.011
     assert torch.equal(model[2].weight, torch.full((8, 32), 59.0))
@@ -212,27 +222,20 @@ def test_what_others_write_is_taken_over(write):
 
 def test_small_changes_by_others_are_told_and_state_dicts_and_single_writes_are_not():
     model, told = make_model(), []
-    masters = MasterWeights(model, dtype=torch.bfloat16, tell=told.append)
-    optimizer = MasteredOptimizer(SGD(model[0].parameters(), lr=1e-6), masters)
-
-    def step():
-        model(batch(torch.bfloat16)).float().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    masters, optimizer = with_masters(model, parameters=model[0].parameters(), tell=told.append)
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     for _ in range(6):
         model.load_state_dict(kept)
-        step()
+        step(model, optimizer)
     for _ in range(2):
         in_place(model[2].bias, lambda bias: bias.zero_())
-        step()
-        step()
+        step(model, optimizer)
+        step(model, optimizer)
     assert not told
     before = masters.of[model[2].weight].detach().clone()
     for _ in range(5):
         in_place(model[2].weight, lambda weight: weight.mul_(1 - 1e-3))
-        step()
+        step(model, optimizer)
     assert torch.equal(masters.of[model[2].weight], before), "nothing of it is left"
     (line,) = told
     assert line.startswith("1 parameters, 2.weight among them, are written in place in one step after another")
@@ -240,13 +243,10 @@ def test_small_changes_by_others_are_told_and_state_dicts_and_single_writes_are_
 
 def test_other_memory_is_seen_at_once():
     model = make_model()
-    masters = MasterWeights(model, dtype=torch.bfloat16)
-    optimizer = MasteredOptimizer(SGD(model.parameters(), lr=1e-6), masters)
-    for step in range(9):
-        model(batch(torch.bfloat16)).float().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 5:  # at which nothing is looked for
+    masters, optimizer = with_masters(model)
+    for number in range(9):
+        step(model, optimizer)
+        if number == 5:  # at which nothing is looked for
             zeros = torch.zeros_like(parameters_to_vector(model.parameters()))
             vector_to_parameters(zeros, model.parameters())
     assert all(master.abs().max() < 1e-3 for master in masters.of.values())
@@ -277,6 +277,17 @@ class Largest(TorchDispatchMode):
         return out
 
 
+def write_two_and_take_over(model, masters):
+    before = masters.of[model.weight].detach().clone()
+    model.weight.data[3, 7], model.weight.data[49, 39] = 2.0, 3.0
+    with Largest() as largest:
+        masters.take_over(by_value=True)
+    after = masters.of[model.weight].detach()
+    assert (after[3, 7], after[49, 39]) == (2.0, 3.0)
+    assert (after != before).sum() == 2
+    return largest
+
+
 @pytest.mark.parametrize(("turned", "offloaded"), [(False, False), (False, True), (True, False)])
 def test_a_large_weight_is_looked_at_in_pieces(monkeypatch, turned, offloaded):
     monkeypatch.setattr(master_weights, "PIECE", 64)
@@ -286,13 +297,7 @@ def test_a_large_weight_is_looked_at_in_pieces(monkeypatch, turned, offloaded):
     masters = MasterWeights(model, dtype=torch.bfloat16)
     if offloaded:
         OffloadedOptimizer(MasteredOptimizer(AdamW(model.parameters()), masters))
-    before = masters.of[model.weight].detach().clone()
-    model.weight.data[3, 7], model.weight.data[49, 39] = 2.0, 3.0
-    with Largest() as largest:
-        masters.take_over(by_value=True)
-    after = masters.of[model.weight].detach()
-    assert (after[3, 7], after[49, 39]) == (2.0, 3.0)
-    assert (after != before).sum() == 2
+    largest = write_two_and_take_over(model, masters)
     assert largest.nbytes == (4 * 2000 if turned else 4 * 64)
 
 
@@ -303,27 +308,19 @@ def test_a_master_on_the_host_takes_over_what_was_written_on_the_device(monkeypa
     masters = MasterWeights(model, dtype=torch.bfloat16)
     for master in masters.of.values():
         master.data = master.data.cpu()
-    before = masters.of[model.weight].detach().clone()
-    model.weight.data[3, 7], model.weight.data[49, 39] = 2.0, 3.0
-    masters.take_over(by_value=True)
-    after = masters.of[model.weight].detach()
-    assert (after.device.type, after[3, 7], after[49, 39]) == ("cpu", 2.0, 3.0)
-    assert (after != before).sum() == 2
+    write_two_and_take_over(model, masters)
+    assert masters.of[model.weight].device.type == "cpu"
     masters.undo()
     assert (model.weight.device.type, model.weight.dtype) == ("cuda", torch.float32)
 
 
 def test_uncounted_writes_that_begin_late_are_found_at_a_later_look():
     model = make_model()
-    masters = MasterWeights(model, dtype=torch.bfloat16)
-    optimizer = MasteredOptimizer(SGD(model.parameters(), lr=1e-6), masters)
-    kept = []
-    for step in range(120):
-        model(batch(torch.bfloat16)).float().sum().backward()
-        if step > 10:
+    (masters, optimizer), kept = with_masters(model), []
+    for number in range(120):
+        if number > 10:
             model[0].weight.data.clamp_(-0.01, 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
+        step(model, optimizer)
         kept.append(masters.of[model[0].weight].abs().max().item() <= 0.011)
     assert not kept[30]  # the price of not looking each time
     assert all(kept[49:])

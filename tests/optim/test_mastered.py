@@ -2,6 +2,7 @@ import copy
 import io
 import pickle
 from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_ups.optim import MasteredOptimizer, MasterWeights, OffloadedOptimizer
 from lightning_ups.transforms.clip import TakesClipCoefficient
-from tests.optim.test_master_weights import batch, by_specification, make_model, mastered
+from tests.optim.test_master_weights import batch, by_specification, make_model, mastered, step, with_masters
 
 
 def test_losses_and_masters_are_those_of_the_specification_bit_for_bit():
@@ -53,8 +54,7 @@ def test_resume_continues_the_same_losses():
     AdamW(make_model().parameters(), lr=1e-2).load_state_dict(saved["optimizer"])  # as a plain one does
     second = make_model()
     second.load_state_dict(saved["model"])
-    masters = MasterWeights(second, dtype=torch.bfloat16)
-    later = MasteredOptimizer(AdamW(second.parameters(), lr=1e-2), masters)
+    _, later = with_masters(second, AdamW, lr=1e-2)
     later.load_state_dict(saved["optimizer"])
     for _ in range(3):
         later.zero_grad()
@@ -82,22 +82,22 @@ def test_a_scheduler_and_parameter_groups_keep_their_meaning():
 @pytest.mark.parametrize("stepped", [False, True])
 def test_state_that_an_optimizer_has_already_is_that_of_the_masters(stepped):
     optimizers = []
-    for with_masters in (False, True):
+    for has_masters in (False, True):
         model = make_model()
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
         if stepped:
             (model(batch(torch.float32)) - 1).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        if with_masters:
+        if has_masters:
             masters = MasterWeights(model, dtype=torch.bfloat16)
             if not stepped:  # as in a fit, where the module is in bfloat16 by then
                 optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
             optimizer = MasteredOptimizer(optimizer, masters)
         (model(batch(next(model.parameters()).dtype)).float() - 1).square().mean().backward()
         optimizer.step()
-        optimizers.append(optimizer.undo() if with_masters else optimizer)
-        if with_masters:
+        optimizers.append(optimizer.undo() if has_masters else optimizer)
+        if has_masters:
             masters.undo()
             assert optimizer.inner.state.keys() == {*model.parameters()}
     right, ours = (optimizer.state_dict()["state"] for optimizer in optimizers)
@@ -110,7 +110,7 @@ def test_state_that_an_optimizer_has_already_is_that_of_the_masters(stepped):
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_hooks_that_it_is_given_are_called_once(offloaded):
     model = make_model()
-    optimizer = MasteredOptimizer(AdamW(model.parameters()), MasterWeights(model, dtype=torch.bfloat16))
+    _, optimizer = with_masters(model, AdamW)
     if offloaded:
         optimizer = OffloadedOptimizer(optimizer)
     called = []
@@ -223,8 +223,7 @@ class Sharpness(torch.optim.SGD):
 @pytest.mark.parametrize("times", [1, 2])
 def test_one_that_computes_it_twice_is_refused_when_it_does(times):
     model = make_model()
-    masters = MasterWeights(model, dtype=torch.bfloat16)
-    optimizer = MasteredOptimizer(Sharpness(model.parameters(), momentum=times - 1), masters)
+    _, optimizer = with_masters(model, partial(Sharpness, momentum=times - 1))
     calls = []
 
     def closure():
@@ -243,7 +242,7 @@ def test_one_that_computes_it_twice_is_refused_when_it_does(times):
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
 def test_a_copy_of_the_optimizer_is_refused(copied):
     model = make_model()
-    optimizer = MasteredOptimizer(SGD(model.parameters(), lr=0.1), MasterWeights(model, dtype=torch.bfloat16))
+    _, optimizer = with_masters(model)
     with pytest.raises(TypeError, match="A MasteredOptimizer over SGD can be neither copied nor pickled"):
         copied(optimizer)
     copied(model)
@@ -261,8 +260,8 @@ def test_a_group_that_comes_later_is_stepped_from_then_on(way, accumulate):
         masters = MasterWeights(model, dtype=torch.bfloat16)
         groups = [{"params": first}, *([] if later else [{"params": second, "lr": 3e-3}])]
         optimizer = MasteredOptimizer(AdamW(groups, lr=1e-2), masters, accumulate=accumulate)
-        for step in range(5):
-            if step == 2:
+        for number in range(5):
+            if number == 2:
                 for p in second:
                     p.requires_grad_(requires_grad=True)
                 if later == "added":
@@ -270,9 +269,7 @@ def test_a_group_that_comes_later_is_stepped_from_then_on(way, accumulate):
                 elif later == "put in place":  # as a resumed callback does that unfreezes parameters
                     groups = optimizer.param_groups
                     optimizer.param_groups = [*groups, {**groups[0], "params": second, "lr": 3e-3}]
-            optimizer.zero_grad()
-            model(batch(torch.bfloat16)).float().square().mean().backward()
-            optimizer.step()
+            step(model, optimizer)
         state = optimizer.state_dict()
         assert len(optimizer.inner.param_groups) == len(optimizer.param_groups) == 2
         assert optimizer.undo().param_groups[1]["params"] == second
@@ -286,12 +283,11 @@ def test_a_group_that_comes_later_is_stepped_from_then_on(way, accumulate):
 
 def test_state_that_is_put_in_the_place_of_all_is_that_of_the_masters():
     model = make_model()
-    optimizer = MasteredOptimizer(AdamW(model.parameters(), lr=1e-2), MasterWeights(model, dtype=torch.bfloat16))
+    _, optimizer = with_masters(model, AdamW)
     for anew in (False, True):
         if anew:
             optimizer.state = defaultdict(dict)
-        model(batch(torch.bfloat16)).float().square().mean().backward()
-        optimizer.step()
+        step(model, optimizer)
     assert all(state["step"] == 1 for state in optimizer.state.values())
     optimizer.state = {p: {"step": torch.tensor(4.0)} for p in model.parameters()}
     assert [*optimizer.state] == [*optimizer.masters.of.values()]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Layouts", "from_te_names", "te_name_of", "to_te_names"]
+__all__ = ["Layouts", "from_te_names", "to_te_names"]
 
 Layouts = Mapping[str, Mapping[str, Sequence[str]]]  # module, Transformer Engine's parameter, names in the model
 
@@ -44,11 +44,6 @@ def from_te_names(tensors: Mapping[str, Tensor], layouts: Layouts, *, like: Mapp
         elif not name.endswith("._extra_state"):
             found[name] = tensor
     return found
-
-
-def te_name_of(name: str, layouts: Layouts) -> str:
-    """Return the name of the Transformer Engine parameter that contains ``name``."""
-    return next((theirs for theirs, parts in _sources(layouts).items() if name in parts), name)
 
 
 def _sources(layouts: Layouts) -> dict[str, Sequence[str]]:

@@ -3,7 +3,7 @@ import torch
 
 from lightning_ups.models.gpt import GPT, SIZES
 from lightning_ups.transforms.te.convert import convert_to_te
-from lightning_ups.transforms.te.names import from_te_names, te_name_of, to_te_names
+from lightning_ups.transforms.te.names import from_te_names, to_te_names
 from tests import fake_te
 
 LAYOUTS = {
@@ -50,8 +50,3 @@ def test_half_a_product_is_refused():
 def test_an_optimizer_without_some_of_them():
     frozen = {"head.weight": torch.zeros(2, 4)}
     assert to_te_names(frozen, LAYOUTS).keys() == {"head.weight"}
-
-
-def test_the_name_of_one():
-    assert te_name_of("ffn.up.weight", LAYOUTS) == "ffn.fc1_weight"
-    assert te_name_of("head.weight", LAYOUTS) == "head.weight"
