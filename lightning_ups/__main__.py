@@ -71,7 +71,8 @@ def _run(words: list[str]) -> int:
     if command not in _WITHOUT_RUN:
         for option, value in pairwise([*words, ""]):
             name = option.removeprefix("--config=") if "=" in option else value
-            if option.partition("=")[0] in ("-c", "--config") and name and not name.startswith("--"):
+            is_config = option in ("-c", "--config") or option.startswith("--config=")
+            if is_config and name and not name.startswith("--"):
                 check_config(name)  # here, since what reads the file takes seconds to import
     if command in TRAINER:
         return _load("cli").main([command, *words])
