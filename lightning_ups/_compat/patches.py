@@ -220,7 +220,7 @@ PATCHES = {
     ),
     "lightning.pytorch.callbacks:BaseFinetuning.filter_on_optimizer": Patch(
         "shards",
-        "test_parameters_of_both_kinds_are_told_from_equal_ones",
+        "test_parameters_of_both_kinds_differ_from_equal_ones",
         reads=("optimizer", "params"),
     ),
     "lightning.pytorch:LightningModule._LightningModule__to_tensor": Patch(
@@ -257,7 +257,7 @@ PATCHES = {
     ),
     f"{_CONNECTORS}checkpoint_connector:_CheckpointConnector.resume_start": Patch(
         "data",
-        "test_going_back_restricts_loading_as_fit_was_told",
+        "test_rolling_back_restricts_loading_like_fit",
         reads=("checkpoint_path", "weights_only"),
     ),
     "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states": Patch(

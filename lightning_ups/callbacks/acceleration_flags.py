@@ -156,7 +156,7 @@ class AccelerationFlags(Declaration):
             return
         self._logs = self._of_run.enter_context(LateLogs(trainer, on_row=self._wake))
         self._of_run.enter_context(without_waiting(trainer))
-        line = "late_logs: what is logged at a step reaches the loggers when the GPU has computed it, without a wait"
+        line = "late_logs: metrics reach the loggers when the GPU has computed them, without a synchronization"
         self._report.note(type(self).__name__, line)
         rank_zero_info(f"{type(self).__name__}: {line}")
 
@@ -217,9 +217,9 @@ class AccelerationFlags(Declaration):
     def _look_at_attention(self, trainer: Trainer, asked: Sequence[AttentionBackend], report: Report) -> None:
         if not self._looked and attention_is_unused(asked, device=trainer.strategy.root_device):
             line = (
-                f"attention={[*asked]}: no effect so far, since nothing called F.scaled_dot_product_attention in the"
-                " first batch, or only inside sdpa_kernel, a choice of the model's own. Models of transformers call it"
-                " with attn_implementation='sdpa'"
+                f"attention={[*asked]}: no effect so far, because the first batch did not call"
+                " F.scaled_dot_product_attention, or only inside sdpa_kernel. Models of transformers call it with"
+                " attn_implementation='sdpa'"
             )
             report.note(type(self).__name__, line)
             rank_zero_info(f"{type(self).__name__}: {line}")

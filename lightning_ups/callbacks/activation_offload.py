@@ -66,7 +66,7 @@ class ActivationOffload(Declaration):
         min_mb: float = MIN_BYTES / 2**20,
         on_no_effect: OnNoEffect = "raise",
     ) -> None:
-        why = "It counts blocks: 1 takes each, 2 every second."
+        why = "1 selects every block, 2 every second one."
         check_least("every_k", every_k, 1, of="ActivationOffload", why=why)
         check_finite("min_mb", min_mb, of="ActivationOffload", why="Tensors of fewer MiB stay.")
         self.blocks = None if blocks is None else as_patterns(blocks)
@@ -74,7 +74,7 @@ class ActivationOffload(Declaration):
             "blocks",
             self.blocks,
             of="ActivationOffload",
-            why="It would change nothing, since blocks are what its patterns match.",
+            why="An empty list selects no block, so it would change nothing.",
         )
         self.every_k, self.min_mb = every_k, min_mb
         self.on_no_effect: OnNoEffect = check_on_no_effect(on_no_effect, of="ActivationOffload")
@@ -92,8 +92,8 @@ class ActivationOffload(Declaration):
         chosen = dict(islice(found.items(), None, None, self.every_k))
         context.report.note(
             _PART,
-            f"{len(chosen)} of {len(found)} blocks keep what they save for backward on the host"
-            f"{' (nothing repeats, so that each root is a block)' if found.origin == 'roots' else ''}",
+            f"{len(chosen)} of {len(found)} blocks offload what they save for backward to the host"
+            f"{' (nothing repeats, so each root is a block)' if found.origin == 'roots' else ''}",
             blocks=[*chosen],
             every_k=self.every_k,
         )
@@ -134,7 +134,7 @@ class ActivationOffload(Declaration):
                 self._told = True
                 rank_zero_warn(
                     f"ActivationOffload has moved nothing so far: its {len(done.ran)} blocks save nothing for backward,"
-                    " as blocks do in which nothing needs gradients. It takes effect once they are unfrozen."
+                    " because they need no gradients. It takes effect once they are unfrozen."
                 )
             return None
         self._unproven = None
@@ -146,8 +146,8 @@ class ActivationOffload(Declaration):
         )
         if not done.ran:
             return (
-                "ActivationOffload moved nothing in the first step: none of its blocks ran by itself."
-                " Its change is to the forward of each; training_step calls none of these, or as parts of one graph."
+                "ActivationOffload moved nothing in the first step: none of its blocks ran separately."
+                " training_step does not call their forwards, or runs them as parts of one graph."
                 " Use Compile(scope='blocks'), or name blocks that are called: ActivationOffload(blocks=[...])."
             )
         if done.moved_bytes:

@@ -73,11 +73,11 @@ class DevicePrefetch(Callback):
         device = trainer.strategy.root_device
         lane = lane_for(device)
         if device.type == "cpu" and lane is None:
-            self._say(trainer, "nothing to do: training runs on the cpu, which reads batches where they are")
+            self._say(trainer, "nothing to do: training runs on the cpu")
         elif lane is None:
-            self._say(trainer, f"nothing to do: second streams are those of CUDA, and training runs on {device.type}")
+            self._say(trainer, f"nothing to do: it needs CUDA streams, and training runs on {device.type}")
         elif not loop_moves(trainer):
-            self._say(trainer, "nothing to do: training_step takes dataloader_iter, and moves batches by itself")
+            self._say(trainer, "nothing to do: training_step takes dataloader_iter, and moves batches itself")
         else:
             self._copies = CopiesAhead(lane, min_bytes=int(self.min_kb * 2**10))
             self._undo.callback(self._copies.forget)
@@ -144,7 +144,7 @@ class DevicePrefetch(Callback):
             if counts.unpinned:
                 rank_zero_warn(
                     f"DevicePrefetch: {counts.unpinned} tensors of the first batches are not in pinned memory."
-                    " The device cannot read them by itself, and this process waits while they are copied."
+                    " This process therefore waits while they are copied."
                     " Give the training DataLoader pin_memory=True."
                 )
         report_of(trainer).update(_PART, tensors=asdict(counts))
@@ -152,9 +152,9 @@ class DevicePrefetch(Callback):
     def _line(self, copies: CopiesAhead) -> str:
         counts = copies.counts
         if counts.ahead:
-            return "batches are copied while the step before computes, read ahead from workers"
+            return "batches are read ahead from workers, and copied during the previous step"
         if counts.beside:
-            return f"batches are copied beside the step before as far as the host is ahead: {self._reason(counts)}"
+            return f"batches are copied during the previous step if the host is ahead: {self._reason(counts)}"
         if counts.plain:
             return f"batches are copied in the order of training: their shapes change, and {self._reason(counts)}"
         return f"batches have no tensor of {self.min_kb:g} KiB or more on the host"
@@ -164,7 +164,7 @@ class DevicePrefetch(Callback):
             return self._why
         if counts.unpinned:
             return "they are not in pinned memory"
-        return "they are changed before they are moved" if counts.in_vain else "there were few"
+        return "they are changed before they are moved" if counts.unused else "there were few"
 
     def _say(self, trainer: Trainer, line: str, **facts: Any) -> None:
         rank_zero_info(f"{_PART}: {line}")

@@ -37,7 +37,7 @@ class ExactResume(Callback, OnlyOne):
     resumes_exactly = True  # a strategy that resumes exactly leaves it to this callback
 
     def __init__(self, *, on_unreplayable: OnUnreplayable = "warn") -> None:
-        why = "It says what becomes of a run that could not be resumed exactly."
+        why = "It decides about a run that could not be resumed exactly."
         check_choice("on_unreplayable", on_unreplayable, get_args(OnUnreplayable), of="ExactResume", why=why)
         self._policy: OnUnreplayable = on_unreplayable
         self._connection: Connection | None = None

@@ -71,14 +71,14 @@ class OptimizerOffload(Declaration):
         check_kind("resident", resident, float, of="OptimizerOffload", why=share)
         if update == "torchao" and resident:
             raise ValueError(
-                f"OptimizerOffload(update='torchao', resident={resident}) cannot be."
+                f"OptimizerOffload(update='torchao', resident={resident}) is not supported."
                 " torchao's CPUOffloadOptimizer keeps the whole state on the host."
                 " Use update='device', or leave resident out."
             )
         if update == "torchao" and chunk_mb is not None:
             raise ValueError(
                 f"OptimizerOffload(update='torchao', chunk_mb={chunk_mb:g}) would have no effect."
-                " torchao's CPUOffloadOptimizer moves each parameter by itself, and knows no chunks."
+                " torchao's CPUOffloadOptimizer moves each parameter separately, without chunks."
                 " Use update='device' or update='host', or leave chunk_mb out."
             )
         chunk_mb = _CHUNK_MB if chunk_mb is None else chunk_mb
@@ -152,8 +152,8 @@ class OptimizerOffload(Declaration):
         if host == 0:
             names = ", ".join(type(ours.stepper).__name__ for ours in self._ours)
             raise_or_warn(
-                f"OptimizerOffload moved nothing in the first step: {names} keeps no state."
-                " There are no master weights either, and parameters and gradients are not offloaded."
+                f"OptimizerOffload moved nothing in the first step: {names} has no state."
+                " There are no master weights either, and the callback does not move parameters and gradients."
                 " Leave the callback out, or use FSDP2Strategy(offload=True), which moves parameters.",
                 self.on_no_effect,
             )
@@ -178,5 +178,5 @@ def _refuse_offloaded(optimizer: Optimizer, context: Context) -> None:
         raise ValueError(
             f"OptimizerOffload has nothing to move: the parameters of {type(optimizer).__name__} are on the host."
             " The strategy keeps them there, with their gradients and the state, as FSDP2Strategy(offload=True) does."
-            " Use one of the two: the callback where parameters and gradients fit the device."
+            " Use only one of them: the callback if parameters and gradients fit on the device."
         )

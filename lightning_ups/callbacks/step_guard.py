@@ -102,7 +102,7 @@ class StepGuard(Callback, OnlyOne):
         max_in_a_row: int = 10,
         max_rollbacks: int = 3,
     ) -> None:
-        what = "It says what becomes of a step that goes wrong, and where that is decided."
+        what = "It decides what to do about a bad step, and where."
         for name, value, known in (
             ("on_nonfinite", on_nonfinite, get_args(Action)),
             ("on_spike", on_spike, get_args(Action)),
@@ -257,14 +257,14 @@ class StepGuard(Callback, OnlyOne):
         where = f"Step {step} (epoch {epoch}, batch {batch}): {verdict}"
         if action == "stop":
             raise RuntimeError(
-                f"{where}. StepGuard was told to stop the run at that."
-                " Look at that batch and at the learning rate, and resume from the last checkpoint before it."
+                f"{where}. StepGuard is set to stop the run."
+                " Check that batch and the learning rate, and resume from the last checkpoint before it."
             )
         if self._in_a_row > self.max_in_a_row:
             raise RuntimeError(
-                f"{where}. That makes {self._in_a_row} such steps in a row, and StepGuard allows {self.max_in_a_row}."
-                " A run in which every step is bad does not recover by itself."
-                " Lower the learning rate, look at the data, or resume from an earlier checkpoint."
+                f"{where}. These are {self._in_a_row} bad steps in a row, and StepGuard allows {self.max_in_a_row}."
+                " The run will probably not recover."
+                " Lower the learning rate, check the data, or resume from an earlier checkpoint."
             )
         done = {"warn": "nothing was done", "skip": "the step was skipped"}.get(action) or self._go_back(
             trainer, step, where
@@ -287,9 +287,9 @@ class StepGuard(Callback, OnlyOne):
         self._rollbacks += 1
         if self._rollbacks > self.max_rollbacks:
             raise RuntimeError(
-                f"{where}. The run went back {self.max_rollbacks} times already, and StepGuard allows no more."
-                " Going back does not help: it is not the data of one place."
-                " Lower the learning rate, or look at the model; the last checkpoints are as they were."
+                f"{where}. The run has already rolled back {self.max_rollbacks} times, and StepGuard allows no more."
+                " The cause is not a single part of the data."
+                " Lower the learning rate, or check the model; the last checkpoints are unchanged."
             )
         strategy: Any = trainer.strategy
         checkpoints = getattr(strategy, "checkpoints", None)
@@ -299,15 +299,15 @@ class StepGuard(Callback, OnlyOne):
         path, others = strategy.broadcast((self._saved.newest(**found), self._saved.others(**found)))
         if path is None and others:
             raise RuntimeError(
-                f"{where}. All whole checkpoints from before that step, such as {others[-1]}, have other groups of"
-                " parameters in the state of the optimizer than it has now."
-                " They are from before a callback such as BaseFinetuning gave it more, and it cannot load them."
+                f"{where}. The optimizer state in all complete checkpoints from before that step, such as {others[-1]},"
+                " has other parameter groups than the optimizer has now."
+                " They were saved before a callback such as BaseFinetuning added groups, and cannot be loaded."
                 " Save just after parameters are unfrozen (ModelCheckpoint(every_n_train_steps=...)), or use 'skip'."
             )
         if path is None:
             raise RuntimeError(
-                f"{where}. There is no whole checkpoint from before that step to go back to."
-                " Checkpoints of weights alone do not count, and neither do those that were deleted since."
+                f"{where}. There is no complete checkpoint from before that step to roll back to."
+                " Checkpoints with only weights do not count, and neither do deleted ones."
                 " Save more often (ModelCheckpoint(every_n_train_steps=...)), or use 'skip'."
             )
         with getattr(checkpoints, "keeping_place", nullcontext)():
@@ -317,8 +317,8 @@ class StepGuard(Callback, OnlyOne):
         self._verdicts.forget()
         self._loss = torch.zeros_like(self._loss)
         return (
-            f"weights, optimizers and schedulers went back to step {trainer.global_step}, from {path}"
-            f" ({self._rollbacks} of {self.max_rollbacks} times); the data go on{self._undone(step)}"
+            f"weights, optimizers and schedulers were restored to step {trainer.global_step}, from {path}"
+            f" ({self._rollbacks} of {self.max_rollbacks} times); the data are not rewound{self._undone(step)}"
         )
 
     def _restricts(self, trainer: Trainer, path: Path) -> bool | None:
@@ -329,7 +329,7 @@ class StepGuard(Callback, OnlyOne):
     def _undone(self, step: int) -> str:
         """Forget checkpoints saved after ``step``, which was bad, and return a text that lists them."""
         undone = self._saved.undo(step=step)
-        return f"; saved since, with the bad step in it: {', '.join(map(str, undone))}" if undone else ""
+        return f"; saved since, and containing the bad step: {', '.join(map(str, undone))}" if undone else ""
 
     def _follow_saves(self, trainer: Trainer) -> None:
         strategy: Any = trainer.strategy
@@ -355,13 +355,13 @@ class StepGuard(Callback, OnlyOne):
         if not module.automatic_optimization:
             raise ValueError(
                 f"StepGuard cannot guard {type(module).__name__}, which optimizes manually."
-                " Its losses and steps are its own, and there is no telling which belong together."
+                " StepGuard cannot know which losses and optimizer steps belong together."
                 " Leave StepGuard out, or let Lightning optimize (automatic_optimization=True)."
             )
         if isinstance(trainer.precision_plugin, MixedPrecision) and trainer.precision_plugin.scaler is not None:
             raise ValueError(
                 "StepGuard is used with precision='16-mixed'."
-                " Its gradient scaler overflows on purpose, and skips such steps itself."
+                " Its gradient scaler produces overflows deliberately, and skips such steps itself."
                 " Use bfloat16 (precision='bf16-mixed' or BF16Precision), or leave StepGuard out."
             )
         unable = [type(optimizer).__name__ for optimizer in trainer.optimizers if not skips_on_device(optimizer)]
@@ -374,35 +374,35 @@ class StepGuard(Callback, OnlyOne):
         if "skip" in asked and (several := [type(o).__name__ for o in trainer.optimizers if needs_closure(o)]):
             raise ValueError(
                 f"StepGuard cannot skip steps of {', '.join(several)}."
-                " It computes the loss several times within one step, and has moved the weights when a bad one comes."
+                " It computes the loss several times in one step, and may already have changed the weights."
                 " Use on_nonfinite='stop' and on_spike='warn', or 'rollback', which need not undo a part of a step."
             )
         if "rollback" not in asked:
             return
         if not trainer.checkpoint_callbacks and not trainer.ckpt_path:
             raise ValueError(
-                "StepGuard is to go back to a checkpoint, and this run saves none."
+                "StepGuard may roll back to a checkpoint, but this run saves none."
                 " There is no checkpoint callback, and the run does not start from one."
                 " Add ModelCheckpoint(every_n_train_steps=...), or use 'skip'."
             )
         saving: Iterable[Any] = trainer.checkpoint_callbacks
         if not trainer.ckpt_path and all(getattr(each, "save_weights_only", False) for each in saving):
             raise ValueError(
-                "StepGuard is to go back to a checkpoint, and this run saves weights alone."
-                " Without the state of optimizers and schedulers a run does not go on where it was."
+                "StepGuard may roll back to a checkpoint, but this run only saves weights."
+                " A rollback also needs the state of optimizers and schedulers."
                 " Use ModelCheckpoint(save_weights_only=False), or 'skip'."
             )
         if averaged_copies(trainer.callbacks):  # type: ignore[attr-defined]
             raise ValueError(
-                "StepGuard is to go back to a checkpoint, and a callback averages weights."
-                " Callbacks keep their state then, and the average would keep what is undone."
+                "StepGuard may roll back to a checkpoint, but a callback averages weights."
+                " A rollback does not restore callbacks, so the average would keep the bad steps."
                 " Use on_nonfinite='skip' and on_spike='skip', which change no average."
             )
 
     def _say_how(self, trainer: Trainer) -> None:
         skips = "skip" in (self.on_nonfinite, self.on_spike)
         how = (
-            (", on the device" if self._on_device else ", by the host, which waits for the device in every step")
+            (", on the device" if self._on_device else ", by the host, which synchronizes in every step")
             if skips
             else ""
         )

@@ -541,7 +541,7 @@ def _validate(
             )
     if chunk != "auto" and (not isinstance(chunk, int) or chunk < 1):
         raise ValueError(
-            f"linear_cross_entropy(chunk={chunk!r}) is no number of rows."
+            f"linear_cross_entropy(chunk={chunk!r}) is not a number of rows."
             " So many rows' logits are in memory at a time."
             " Use a positive number, or 'auto'."
         )

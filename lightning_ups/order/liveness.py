@@ -22,10 +22,10 @@ def check_live(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     if dead and (missed := uncovered(module, optimizers)):
         raise ValueError(
             f"{len(dead)} of the optimizer's parameters are not in {type(module).__name__},"
-            f" and {len(missed)} of the module's are in no optimizer, {missed[0]} among them."
-            " The optimizer was made before the parameters were converted or sharded, which replaces them:"
+            f" and {len(missed)} of the module's are in no optimizer, such as {missed[0]}."
+            " The optimizer was created before conversion or sharding replaced the parameters:"
             " it would step the old ones, and nothing would train."
-            " Make the optimizer in configure_optimizers, from self.parameters()."
+            " Create the optimizer in configure_optimizers, from self.parameters()."
         )
 
 

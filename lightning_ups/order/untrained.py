@@ -47,8 +47,8 @@ def watch_gradients(trainer: Trainer, state: RunState, *, held: Iterable[nn.Para
     lost = {*held} - held_by(trainer.optimizers)
     if names := [name for name, p in trainer.lightning_module.named_parameters() if p.requires_grad and p in lost]:
         raise RuntimeError(
-            f"{_listed(names)} of {type(trainer.lightning_module).__name__} would not train: the optimizer that held"
-            " them was replaced by one that does not. This is a fault of lightning_ups or of a Step: please report it."
+            f"{_listed(names)} of {type(trainer.lightning_module).__name__} would not train: their optimizer was"
+            " replaced by one without them. This is a bug in lightning_ups or in a Step: please report it."
         )
     if not state.watches_gradients:
         state.watches_gradients = True
@@ -157,7 +157,7 @@ class _Watch:
             names = [name for name, p in model.named_parameters() if any(p is each for each in missed)]
             raise RuntimeError(
                 f"{_listed(names)} of {type(model).__name__} get no gradient because of {_name(cause)}."
-                " Without it they would train. Leave it out, and please report this."
+                " Without it they would train. Leave it out, and please report this bug."
             )
 
     def _reaches_without(self, part: str, model: LightningModule, missed: Sequence[nn.Parameter]) -> bool:

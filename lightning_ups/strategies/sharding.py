@@ -308,8 +308,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         """Raise a hint: a Trainer reads this attribute of callbacks, and never of a strategy."""
         name = type(self).__name__
         raise AttributeError(
-            f"{name} is given among the callbacks. It is a strategy, of which a Trainer takes one, in another place."
-            f" Write Trainer(strategy={name}(...))."
+            f"{name} is given as a callback, but it is a strategy. Write Trainer(strategy={name}(...))."
         )
 
     @property

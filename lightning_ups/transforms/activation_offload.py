@@ -295,20 +295,20 @@ class _Mover:
 
 def _written_to(form: Form) -> str:
     return (
-        f"A tensor of shape {[*form.size]} and type {str(form.dtype).removeprefix('torch.')} was written to after a"
+        f"A tensor of shape {[*form.size]} and dtype {str(form.dtype).removeprefix('torch.')} was written to after a"
         " block had saved it for backward."
-        " ActivationOffload copies it beside the work, before or after that, and gradients would be wrong."
-        " Write `x = x + y` instead of `x += y`, in the block or with what it returns."
+        " ActivationOffload may have copied it before or after the write, so gradients would be wrong."
+        " Write `x = x + y` instead of `x += y`, in the block or on its output."
     )
 
 
 def _filled_late(nbytes: int) -> str:
     return (
-        f"A tensor of {nbytes} bytes was filled after a block had saved it for backward, by a kernel that torch does"
-        " not count as a write: RReLU does so with its noise."
-        " ActivationOffload has copied it before, and gradients would be wrong."
-        " Use another operator, leave that block out with ActivationOffload(blocks=[...]), or recompute it, by"
-        " ActivationCheckpoint(save='nothing') beside this."
+        f"A tensor of {nbytes} bytes was written to after a block had saved it for backward, by a kernel whose writes"
+        " torch does not count, as RReLU with its noise."
+        " ActivationOffload had copied it before, so gradients would be wrong."
+        " Use another operator, leave that block out with ActivationOffload(blocks=[...]), or recompute it with"
+        " ActivationCheckpoint(save='nothing')."
     )
 
 
@@ -367,10 +367,10 @@ def _moving(inner: Forward, *, mover: _Mover) -> Forward:
             return inner(self, *args, **kwargs)
         if differentiated_by_torch_func():
             raise RuntimeError(
-                f"torch.func differentiates {type(self).__name__}, whose activations are to be offloaded, as grad, jvp"
-                " and jacrev do."
-                " What they save goes another way than what autograd saves."
-                " Name other blocks in ActivationOffload(blocks=[...]), or take derivatives by"
+                f"torch.func (grad, jvp, jacrev ...) differentiates {type(self).__name__}, whose activations should be"
+                " offloaded."
+                " torch.func does not support saved-tensor hooks."
+                " Name other blocks in ActivationOffload(blocks=[...]), or compute derivatives with"
                 " torch.autograd.grad(..., create_graph=True)."
             )
         with mover.running(self), explaining_torch_func(self, part="ActivationOffload"):

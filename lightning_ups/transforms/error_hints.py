@@ -47,18 +47,18 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
         said = first_line(error)
         if error.__cause__ is None and "mixed torch.Tensor and DTensor" in said:
             raise RuntimeError(
-                f"{step} reads a parameter outside the forward of its module, which it did not do the first time:"
+                f"{step} reads a parameter outside the forward of its module, which the first step did not do:"
                 f" {said}."
-                " What the first step reads so is found, and gathered for every step; this one was not."
-                " Call the module and not a method of it, or name the parameters:"
+                " Parameters that the first step reads in this way are gathered in every step; this one is not."
+                " Call the module instead of a method of it, or name the parameters:"
                 " FSDP2Strategy(outside=['encoder.*.weight'])."
             ) from error
         if any(words in said for words in _OF_WHAT_WAS_FREED):
             raise RuntimeError(
                 f"{step} uses gathered parameters after they were freed: {said}."
-                " FSDP2 gathers them for a backward where it finds what a module returns: in tensors, containers and"
-                " objects that have tensors as attributes; and a second backward through one graph (retain_graph=True)"
-                " may come after they are freed."
+                " FSDP2 gathers them for backward if a module returns tensors, containers of tensors, or objects with"
+                " tensors as attributes. A second backward through one graph (retain_graph=True) may also come after"
+                " they are freed."
                 " Return tensors, or use strategy='ddp'."
             ) from error
         if (text := _about_types(step, said, error, param_dtype)) is not None:
@@ -92,9 +92,9 @@ def _explain_shards_differentiated(step: str, said: str, error: BaseException) -
     if error.__cause__ is None and "appears to not have been used in the graph" in said:
         raise RuntimeError(
             f"{step} asks torch.autograd.grad for a gradient that the graph does not have: {said}."
-            " What a forward computes with is gathered, and a parameter that the step gets hold of outside of that is a"
-            " shard; allow_unused=True would give None for it."
-            " Where gradients of parameters balance losses, use strategy='ddp', or take those of what a module returns."
+            " A forward uses gathered parameters, while a parameter read outside of it is a shard, which is not in the"
+            " graph; allow_unused=True would return None."
+            " To balance losses by gradients of parameters, use strategy='ddp', or gradients of a module's output."
         ) from error
 
 
@@ -103,20 +103,19 @@ def _about_types(step: str, said: str, error: BaseException, param_dtype: torch.
         return None
     if any(words in said for words in _OF_TWO_TYPES) and "is read outside" not in said:
         return (
-            f"{step} computes with tensors of two types: {said}."
-            f" Under this precision weights are gathered as {param_dtype}, and what is given to blocks and roots is"
-            " cast to it; a tensor that a forward makes in another type is not."
-            " Use BF16Precision(), whose autocast casts where an operator needs it."
-            f" Or cast it there, as in x.to(self.weight.dtype), or {float32_for(error)}; if it is given to a module"
-            " that is not among the blocks, name that in blocks=[...]."
+            f"{step} computes with tensors of two dtypes: {said}."
+            f" This precision gathers weights as {param_dtype} and casts the inputs of blocks and roots, but not"
+            " tensors that a forward creates in another dtype."
+            " Use BF16Precision(), whose autocast casts if an operator needs it."
+            f" Or cast the tensor, as in x.to(self.weight.dtype), or {float32_for(error)}; if it is an input of a"
+            " module that is not among the blocks, name that module in blocks=[...]."
         )
     low = str(param_dtype).removeprefix("torch.")
     if low in said.lower() and any(words in said.lower() for words in _OF_NO_KERNEL):
         return (
-            f"{step} meets an operator that does not take {param_dtype}: {said}."
-            f" Under this precision weights are gathered as {param_dtype}, and what is given to blocks and roots is"
-            " cast to it."
-            f" Cast it there, as in x.float(), or {float32_for(error)}."
+            f"{step} calls an operator that does not support {param_dtype}: {said}."
+            f" This precision gathers weights as {param_dtype}, and casts the inputs of blocks and roots to it."
+            f" Cast the tensor there, as in x.float(), or {float32_for(error)}."
         )
     return None
 
@@ -139,10 +138,10 @@ def explaining_shards_read(step: str) -> Iterator[None]:
         if error.__cause__ is not None or not any(words in said for words in ("DTensor", "sharding strategy")):
             raise  # already explained, or about something else
         raise RuntimeError(
-            f"{step} computes with shards where whole tensors are meant: {said}."
-            " parameters() and named_parameters() give shards, within a step too; what is read by its name, as in"
-            " self.net.weight, is gathered."
-            " Read each so: getattr(module, name) for module in self.modules()"
+            f"{step} computes with shards instead of whole tensors: {said}."
+            " parameters() and named_parameters() return shards, also within a step; parameters read by name, as in"
+            " self.net.weight, are gathered."
+            " Read each by name: getattr(module, name) for module in self.modules()"
             " for name, _ in module.named_parameters(recurse=False). Or use FSDP2Strategy."
         ) from error
 
@@ -155,13 +154,13 @@ def advice_on_mixed_types(cure: str, *, in_float32: bool = False) -> Iterator[No
     except (RuntimeError, TypeError, ValueError) as error:
         if any(words in str(error).lower() for words in _OF_TYPES):
             why = (
-                "met an operator that does not take it. Some, as Fourier transforms, know no such type."
+                "called an operator that does not support it. Some, such as Fourier transforms, have no such dtype."
                 if any(words in str(error).lower() for words in _OF_NO_KERNEL)
-                else "met a tensor of another type."
-                " Code that mixes float32 tensors of its own into a forward needs autocast."
+                else "used a tensor of another dtype."
+                " Code that uses its own float32 tensors in a forward needs autocast."
             )
             error.add_note(
-                f"The module computes with weights of low precision, without autocast, and {why}"
+                f"The module computes with low-precision weights, without autocast, and {why}"
                 f" {cure}{f', or {float32_for(error)}' if in_float32 else ''}."
             )
         raise
@@ -176,9 +175,9 @@ def note_shards(error: BaseException, *, strategy: str) -> None:
         return  # already explained
     if isinstance(error, (RuntimeError, TypeError, AssertionError)) and any(word in str(error) for word in _OF_SHARDS):
         error.add_note(
-            f"Under {strategy} parameters and gradients are shards outside of a step: each device has a part (DTensor)."
-            " tensor.full_tensor() is the whole one, if every device calls it: outside of what rank zero does alone."
-            " Set values before they are sharded, in __init__ or configure_model, and copy modules there;"
+            f"Under {strategy}, parameters and gradients are shards (DTensor) outside of a step: each rank has a part."
+            " tensor.full_tensor() returns the whole tensor; every rank must call it, not only rank 0."
+            " Set values and copy modules before sharding, in __init__ or configure_model;"
             " later: tensor.copy_(torch.distributed.tensor.distribute_tensor(values, tensor.device_mesh,"
             " tensor.placements))."
         )
@@ -212,8 +211,8 @@ def note_no_kernel(error: BaseException, *, asked: str) -> None:
     """
     if isinstance(error, RuntimeError) and "No available kernel" in str(error):
         error.add_note(
-            f"{asked} allows no other attention kernel, and none of these takes this call:"
-            " by its device, types, sizes, mask or dropout."
+            f"{asked} allows no other attention kernel, and none of these supports this call,"
+            " because of its device, dtypes, sizes, mask or dropout."
             " Name one more, as in attention=['flash', 'math'], or use attention='auto'."
         )
 
@@ -240,10 +239,10 @@ def explaining_torch_func(block: nn.Module, *, part: str) -> Iterator[None]:
         if "support saved tensor hooks" not in str(error):
             raise
         raise RuntimeError(
-            f"{type(block).__name__} differentiates by torch.func in its forward, as grad, vjp, jacrev and hessian do."
-            f" {part} has hooks on what it saves for backward, and torch.func takes none."
-            f" Name other blocks in {part}(blocks=[...]) or leave it out; torch.autograd.grad(..., create_graph=True)"
-            " takes them."
+            f"{type(block).__name__} uses torch.func (grad, vjp, jacrev, hessian ...) in its forward."
+            f" {part} has saved-tensor hooks on it, which torch.func does not support."
+            f" Name other blocks in {part}(blocks=[...]), leave it out, or use"
+            " torch.autograd.grad(..., create_graph=True)."
         ) from error
 
 
@@ -251,11 +250,11 @@ def float32_for(error: BaseException) -> str:
     """Return the advice to compute the module in which ``error`` was raised in float32."""
     found = _module_of(error)
     if found is None:
-        return "let that part compute in float32, with in_float32=[...] in the precision, as BF16Precision has it"
+        return "let that part compute in float32, with in_float32=[...] of a precision such as BF16Precision"
     name, module = found
     pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
     what = f"let {name} ({type(module).__name__}) compute in float32"
-    return f"{what}, with in_float32=[{pattern!r}] in the precision, as BF16Precision has it"
+    return f"{what}, with in_float32=[{pattern!r}] of a precision such as BF16Precision"
 
 
 def _module_of(error: BaseException) -> tuple[str, nn.Module] | None:

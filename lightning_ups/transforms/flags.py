@@ -188,7 +188,7 @@ def attention_backends(names: Sequence[AttentionBackend], *, device: torch.devic
     if failed := [name for name in errors if errors[name]]:
         raise RuntimeError(
             f"The attention kernel {failed[0]!r} cannot run on {device.type}: {errors[failed[0]]}"
-            " Every attention of the model would fail, or quietly use another kernel."
+            " Every attention call of the model would fail, or silently use another kernel."
             f" Leave it out: attention={[name for name in errors if name not in failed] or None}."
         )
     if _beyond_torchs(wanted):
@@ -266,7 +266,7 @@ def allocator(**changes: Any) -> Iterator[None]:
     if (backend := torch.cuda.get_allocator_backend()) != "native":
         raise RuntimeError(
             f"{_listed(changes)} was asked of the CUDA allocator {backend!r}."
-            " Only torch's own allocator knows these settings, and a running process cannot change its allocator."
+            " Only torch's own allocator has these settings, and a running process cannot change its allocator."
             f" Take 'backend' out of {allocator_variable()}, or leave these settings out."
         )
     torch.cuda.init()
@@ -375,13 +375,13 @@ def _check_attention(names: Sequence[str] | None) -> None:
     ):
         raise ValueError(
             f"attention={names!r} is not an order of attention kernels."
-            " It lists, without repeats, the kernels that may be used, the one to try first in front."
+            " It lists the allowed kernels in order of preference, without duplicates."
             f" Choose among {[*known]}, or None to leave torch's choice."
         )
     if "auto" in names[:-1]:
         raise ValueError(
             f"attention={names!r} has 'auto' before others."
-            " It can do whatever is asked, so that what follows it would never be used."
+            " It supports every call, so backends after it would never be used."
             " Put 'auto' at the end, or leave it out."
         )
 
@@ -390,7 +390,7 @@ def _check_range(name: str, value: float | None, *, above: float, below: float |
     if value is not None and not (value > above and (below is None or value < below)):
         limits = f"greater than {above}" + ("" if below is None else f" and less than {below}")
         raise ValueError(
-            f"{name}={value} is out of range. It has to be {limits}. Choose such a value, or None to leave it as it is."
+            f"{name}={value} is out of range. It must be {limits}. Choose such a value, or None to leave it unchanged."
         )
 
 

@@ -112,14 +112,14 @@ class CopyCounts:
         ahead: Copied in the middle of the previous step.
         beside: Copied during the previous step, if the host was ahead of the device.
         plain: Copied in the order of training: tensors of a new shape, as in the first batch.
-        in_vain: Copied ahead, and not used.
+        unused: Copied ahead, and not used.
         unpinned: Of all these, tensors in memory that is not pinned.
     """
 
     ahead: int = 0
     beside: int = 0
     plain: int = 0
-    in_vain: int = 0
+    unused: int = 0
     unpinned: int = 0
 
 
@@ -148,7 +148,7 @@ class CopiesAhead:
         self._free: dict[_Kind, list[Tensor]] = {}
         self._mark: Any = None  # after all work that may use the free memory
         self._started: dict[int, _Started] = {}
-        self._in_vain: set[int] = set()  # indices of tensors that were copied ahead and not used
+        self._unused: set[int] = set()  # indices of tensors that were copied ahead and not used
         self._asked: list[Tensor] = []  # on the device, in the current transfer
 
     def start(self, batch: Any) -> None:
@@ -156,7 +156,7 @@ class CopiesAhead:
         if self._started:
             return
         for place, source in enumerate(tensors_in(batch)):
-            if place in self._in_vain or not self._suits(source) or not self._lane.is_pinned(source):
+            if place in self._unused or not self._suits(source) or not self._lane.is_pinned(source):
                 continue
             if id(source) in self._started:  # it is in the batch twice; memory of a running copy must not be freed
                 continue
@@ -233,8 +233,8 @@ class CopiesAhead:
     def _foresee(self) -> None:
         """Allocate memory for another batch like the last one."""
         for started in self._started.values():
-            self._in_vain.add(started.place)
-            self.counts.in_vain += 1
+            self._unused.add(started.place)
+            self.counts.unused += 1
         asked = [*self._asked]
         self.forget()
         for source in asked:

@@ -45,8 +45,8 @@ def refusing_gradients_of_shards(step: str) -> Iterator[None]:
             given = tree_leaves(inputs)  # a tensor, several, or since torch 2.13 a dict
             if any(isinstance(each, nn.Parameter) and isinstance(each, DTensor) for each in given):
                 raise RuntimeError(
-                    f"{step} asks torch.autograd.grad for gradients of parameters. SimpleFSDPStrategy averages these"
-                    " over all devices, where DDP gives those of one device's batch. Use strategy='ddp'."
+                    f"{step} calls torch.autograd.grad for gradients of parameters. SimpleFSDPStrategy averages these"
+                    " over all ranks, while DDP returns those of one rank's batch. Use strategy='ddp'."
                 )
             return stock(outputs, inputs, *args, **kwargs)
 

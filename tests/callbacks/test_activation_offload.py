@@ -57,7 +57,7 @@ def test_losses_and_weights_stay_as_they_are(tmp_path, others, options, first):
     callbacks = [ours, *others] if first else [*others, ours]
     assert same(losses(tmp_path, [*callbacks, reports], **options), right)
     part = reports.parts["ActivationOffload"]
-    assert part["lines"] == ["3 of 3 blocks keep what they save for backward on the host"]
+    assert part["lines"] == ["3 of 3 blocks offload what they save for backward to the host"]
     assert part["blocks_run"] == 3
     assert part["moved_bytes"] > 0
 
@@ -122,7 +122,7 @@ def test_no_effect_is_an_error(tmp_path):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"1 takes each, 2 every second\. Use 1 or more\.$"):
+    with pytest.raises(ValueError, match=r"1 selects every block, 2 every second one\. Use 1 or more\.$"):
         ActivationOffload(every_k=0)
     with pytest.raises(TypeError):
         ActivationOffload(blocks="layers.*")

@@ -423,7 +423,7 @@ def test_on_a_cpu_there_is_nothing_to_do_which_is_said_once(tmp_path, said):
 @pytest.mark.parametrize(
     ("loader", "model", "prefetch", "words"),
     [
-        (stock(num_workers=1), Noisy, {"min_kb": 0}, "while the step before computes"),
+        (stock(num_workers=1), Noisy, {"min_kb": 0}, "during the previous step"),
         (stock(), Noisy, {"min_kb": 0}, "as far as the host is ahead: DataLoader reads in this process"),
         (stock(num_workers=1), Noisy, {"min_kb": 0, "read_ahead": False}, "read_ahead=False"),
         (stock(num_workers=1), Hooked, {"min_kb": 0}, "Hooked.on_before_batch_transfer and Hooked.transfer_batch_to"),
@@ -456,7 +456,7 @@ def test_it_is_in_the_manifest(tmp_path, lane, beside):
     callbacks = [manifest, *beside, DevicePrefetch(min_kb=0)]
     fit(tmp_path, stock(num_workers=1), callbacks, max_epochs=1)
     part = manifest.manifest["report"]["DevicePrefetch"]
-    assert part["tensors"] == {"ahead": 5, "beside": 0, "plain": 1, "in_vain": 0, "unpinned": 0}
+    assert part["tensors"] == {"ahead": 5, "beside": 0, "plain": 1, "unused": 0, "unpinned": 0}
 
 
 def test_batches_that_are_not_pinned_are_told_of_once(tmp_path, lane):

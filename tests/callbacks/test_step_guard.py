@@ -366,7 +366,7 @@ def test_master_weights_may_begin_with_a_bad_step(tmp_path, kind):
 
 
 def test_bad_steps_in_a_row_end_the_run(tmp_path):
-    with pytest.raises(RuntimeError, match=r"Step 7 .*That makes 4 such steps in a row.*Lower the learning rate"):
+    with pytest.raises(RuntimeError, match=r"Step 7 .*These are 4 bad steps in a row.*Lower the learning rate"):
         fit(tmp_path, Bad(range(4, 24)), StepGuard(max_in_a_row=3))
     fit(tmp_path, Bad([2, 3, 4, 6, 7, 8]), StepGuard(max_in_a_row=3))
 
@@ -402,13 +402,13 @@ def test_going_back_is_the_run_without_what_lies_between(tmp_path):
     assert made.global_step == other.global_step == 21
     assert made.lr_scheduler_configs[0].scheduler.state_dict() == other.lr_scheduler_configs[0].scheduler.state_dict()
     (event,) = guard.events
-    assert "went back to step 8" in event.done
+    assert "were restored to step 8" in event.done
     assert "(1 of 3 times)" in event.done
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("asked", [True, False, None])
-def test_going_back_restricts_loading_as_fit_was_told(tmp_path, monkeypatch, asked):
+def test_rolling_back_restricts_loading_like_fit(tmp_path, monkeypatch, asked):
     told = []
 
     def load(self, path, weights_only=None):
@@ -448,7 +448,7 @@ def test_a_checkpoint_of_the_bad_step_or_later_is_not_taken(tmp_path):
 
     guard = StepGuard(on_nonfinite="rollback")
     fit(tmp_path, Bad([3]), guard, callbacks=[saving(tmp_path, every=1), Late()])
-    assert "went back to step 3" in guard.events[0].done
+    assert "were restored to step 3" in guard.events[0].done
 
 
 def test_a_checkpoint_of_a_stretch_that_was_undone_is_never_taken(tmp_path):
@@ -463,10 +463,10 @@ def test_a_checkpoint_of_a_stretch_that_was_undone_is_never_taken(tmp_path):
     guard, module = StepGuard(on_nonfinite="rollback"), Bad([5, 15])
     fit(tmp_path, module, guard, callbacks=[saving(tmp_path, every=1000), Late()])
     first, second = (event.done for event in guard.events)
-    assert "went back to step 4" in first
-    assert f"with the bad step in it: {tmp_path / 'saved' / '6.ckpt'}" in first
-    assert "went back to step 4" in second
-    assert "with the bad step in it" not in second
+    assert "were restored to step 4" in first
+    assert f"containing the bad step: {tmp_path / 'saved' / '6.ckpt'}" in first
+    assert "were restored to step 4" in second
+    assert "containing the bad step" not in second
     assert all(p.isfinite().all() for p in module.parameters())
 
 
@@ -482,7 +482,7 @@ def test_a_checkpoint_that_was_saved_again_is_the_newer_one(tmp_path):
     keeps = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, save_last=True)
     fit(tmp_path, module, guard, callbacks=[keeps, Late()])
     (event,) = guard.events
-    assert "went back to step 6" in event.done
+    assert "were restored to step 6" in event.done
     assert all(p.isfinite().all() for p in module.parameters())
 
 
@@ -513,10 +513,10 @@ def test_checkpoints_from_before_parameters_were_unfrozen_are_passed_over(tmp_pa
     guard = StepGuard(on_nonfinite="rollback")
     options = {"callbacks": [UnfreezesLate(), saving(tmp_path, every=5)], "plugins": plugins(), "max_epochs": 2}
     fit(tmp_path, module := Finetuned([26 + 1]), guard, **options)  # step 27; saved at 25
-    assert "went back to step 25" in guard.events[0].done
+    assert "were restored to step 25" in guard.events[0].done
     assert all(p.isfinite().all() for p in module.parameters())
     options = {"callbacks": [UnfreezesLate(), saving(tmp_path, every=5)], "plugins": plugins(), "max_epochs": 2}
-    with pytest.raises(RuntimeError, match=r"Step 24 .*other groups of parameters.*just after parameters are unfrozen"):
+    with pytest.raises(RuntimeError, match=r"Step 24 .*other parameter groups.*just after parameters are unfrozen"):
         fit(tmp_path, Finetuned([24]), StepGuard(on_nonfinite="rollback"), **options)
 
 
@@ -536,7 +536,7 @@ def test_a_run_from_a_checkpoint_may_go_back_to_that_before_it_unfreezes(tmp_pat
         callbacks=[guard, UnfreezesLate(), saving(tmp_path, every=1000)],
     )
     made.fit(Finetuned([27]), batches(), ckpt_path=path, weights_only=False)
-    assert "went back to step 26" in guard.events[0].done
+    assert "were restored to step 26" in guard.events[0].done
 
 
 def test_loggers_get_the_number_of_each_kind(tmp_path):
@@ -582,16 +582,16 @@ def test_a_checkpoint_that_is_gone_is_not_taken(tmp_path):
 
     guard = StepGuard(on_nonfinite="rollback")
     fit(tmp_path, Bad([10]), guard, callbacks=[saving(tmp_path), Gone()])
-    assert "went back to step 4" in guard.events[0].done
+    assert "were restored to step 4" in guard.events[0].done
 
 
 def test_without_a_whole_checkpoint_the_run_ends(tmp_path):
-    with pytest.raises(RuntimeError, match=r"no whole checkpoint from before that step.*use 'skip'"):
+    with pytest.raises(RuntimeError, match=r"no complete checkpoint from before that step.*use 'skip'"):
         fit(tmp_path, Bad([2]), StepGuard(on_nonfinite="rollback"), callbacks=[saving(tmp_path)])
 
 
 def test_going_back_has_a_bound(tmp_path):
-    with pytest.raises(RuntimeError, match=r"went back 2 times already.*Lower the learning rate"):
+    with pytest.raises(RuntimeError, match=r"already rolled back 2 times.*Lower the learning rate"):
         fit(
             tmp_path,
             Bad([6, 9, 12, 15]),
@@ -661,7 +661,7 @@ def test_what_cannot_be_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(ValueError, match=r"Add ModelCheckpoint"):
         fit(tmp_path, Bad(), StepGuard(on_spike="rollback"))
     weights = ModelCheckpoint(dirpath=tmp_path / "weights", save_weights_only=True)
-    with pytest.raises(ValueError, match="saves weights alone"):
+    with pytest.raises(ValueError, match="only saves weights"):
         fit(tmp_path, Bad(), StepGuard(on_spike="rollback"), callbacks=[weights])
     averaging = StochasticWeightAveraging(swa_lrs=1e-3)
     with pytest.raises(ValueError, match="which change no average"):

@@ -54,7 +54,7 @@ for dtype, form in ((torch.bfloat16, E4M3), (torch.float32, E5M2)):
 x = values((4, 16), torch.bfloat16)
 for value in (float("nan"), -float("nan"), float("inf"), 0.0):
     x[1] = value
-    _, inverse, maxima = by_kernels(x, E4M3)  # the interpreter rounds values, and what is no number, its own way
+    _, inverse, maxima = by_kernels(x, E4M3)  # the interpreter rounds values, and what is not a number, its own way
     _, scales = module._scaled_rows(x, E4M3)
     assert torch.equal(inverse.nan_to_num(7.0), scales.nan_to_num(7.0))
     assert torch.equal(maxima.amax(0), module._column_maxima(x).amax(0))

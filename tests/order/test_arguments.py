@@ -77,7 +77,7 @@ from lightning_ups.order.arguments import check_finite, check_kind, check_least,
         (lambda: TextSample(temperature="hot"), "TextSample(temperature='hot')", "Use a number."),
         (lambda: TextSample(top_k=2.5), "TextSample(top_k=2.5)", "Use a whole number, or None."),
         (lambda: TextSample(seed="x"), "TextSample(seed='x')", "Use a whole number."),
-        (lambda: Compile(blocks=3), "The patterns are given as 3, which is no list.", "Write names"),
+        (lambda: Compile(blocks=3), "The patterns are given as 3, which is not a list.", "Write names"),
     ],
 )
 def test_a_wrong_kind_is_named_with_its_cure(make, given, cure):
@@ -157,14 +157,14 @@ def test_what_is_too_large_is_named_with_the_most():
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**64 - 1])
 def test_a_seed_that_passes_is_one_for_torch(seed):
-    check_seed(seed, of="Some", why="It is that of the draws.")
+    check_seed(seed, of="Some", why="It is for sampling.")
     torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
 def test_a_seed_that_does_not_is_none(seed):
     with pytest.raises(ValueError, match=rf"^Some\(seed={seed}\) is out of range\..*64 bits, such as 0"):
-        check_seed(seed, of="Some", why="It is that of the draws.")
+        check_seed(seed, of="Some", why="It is for sampling.")
     with pytest.raises(ValueError, match="Overflow"):
         torch.Generator().manual_seed(seed)
 

@@ -16,7 +16,7 @@ def test_replaced_parameters_are_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0] = nn.Linear(2, 2)
     with pytest.raises(
-        ValueError, match=r"(?s)2 of the optimizer's parameters.*0\.weight.*Make the optimizer in configure"
+        ValueError, match=r"(?s)2 of the optimizer's parameters.*0\.weight.*Create the optimizer in configure"
     ):
         check_live(model, [optimizer])
 

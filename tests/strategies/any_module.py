@@ -925,7 +925,7 @@ def whole(tensor):
 
 # Said before a second step, with a cure: optimizers that need whole parameters, and reads that come late.
 REFUSED = (
-    "cannot step parameters that are sharded",
+    "cannot step sharded parameters",
     "reads a parameter outside the forward of its module",
 )
 PLAIN = {

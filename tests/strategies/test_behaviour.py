@@ -141,7 +141,7 @@ def test_code_outside_of_a_step_that_takes_a_part_for_the_whole_is_told_so(ranks
         return
     (note,) = notes
     name = "FSDP2Strategy" if kind == "fsdp2" else "SimpleFSDPStrategy"
-    assert note.startswith(f"Under {name} parameters and gradients are shards outside of a step")
+    assert note.startswith(f"Under {name}, parameters and gradients are shards (DTensor) outside of a step")
     assert "tensor.full_tensor()" in note
 
 
@@ -340,7 +340,7 @@ def test_what_is_read_outside_is_reported(ranks, tmp_path):
 
 
 def test_a_read_in_another_type_says_where_to_cast(ranks, tmp_path):
-    with pytest.raises(AssertionError, match=r"(?s)embed.weight is read outside.*Cast there, as in F.linear"):
+    with pytest.raises(AssertionError, match=r"(?s)embed.weight is read outside.*Cast the input there, as in F.linear"):
         ranks(on_ranks, "ReadOutside", tmp_path, {}, 2, {"plugins": [BF16Precision(weights="masters")]})
 
 

@@ -350,7 +350,7 @@ def failing(tmp_path):
 
 def test_under_shards_the_error_says_which_part_and_how(ranks, tmp_path):
     said = ranks(failing, tmp_path)
-    assert said.startswith("training_step meets an operator that does not take torch.bfloat16: Unsupported dtype")
+    assert said.startswith("training_step calls an operator that does not support torch.bfloat16: Unsupported dtype")
     assert "let layers.0.0 (Spectral) compute in float32" in said
 
 
@@ -506,7 +506,7 @@ def told_of_two_types(tmp_path):
 
 def test_a_tensor_of_another_type_is_not_said_to_be_read_outside_and_each_cure_works(ranks, tmp_path):
     said = ranks(told_of_two_types, tmp_path)
-    assert "two types" in said
+    assert "two dtypes" in said
     assert "outside" not in said
     (pattern,) = re.findall(r"in_float32=(\[.*?\])", said)
     for precision in (BF16Precision(weights="masters", in_float32=eval(pattern)), BF16Precision()):

@@ -51,7 +51,7 @@ def test_a_name_is_enough(name, strategy):
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_one_that_is_given_among_callbacks_says_where_it_belongs(tmp_path, strategy):
-    where = rf"{strategy.__name__} is given among the callbacks\..*strategy={strategy.__name__}\("
+    where = rf"{strategy.__name__} is given as a callback, but it is a strategy\..*strategy={strategy.__name__}\("
     with pytest.raises(AttributeError, match=where):
         trainer(tmp_path, callbacks=[strategy()]).fit(Net(), loader())
     assert not hasattr(strategy(), "state_key")

@@ -631,7 +631,7 @@ def listed(path, how, *, simple=True):
 @pytest.mark.parametrize("how", ["product", "logged", "summed"])
 def test_what_a_list_of_parameters_gives_a_step_is_named_where_it_fails(ranks, tmp_path, how):
     with pytest.raises(
-        AssertionError, match=r"training_step computes with shards.*Read each so: getattr\(module, name\)"
+        AssertionError, match=r"training_step computes with shards.*Read each by name: getattr\(module, name\)"
     ):
         ranks(listed, tmp_path, how)
 

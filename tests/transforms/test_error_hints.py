@@ -14,13 +14,15 @@ from lightning_ups.transforms.error_hints import (
 
 
 def test_two_types_are_explained_under_a_precision():
-    said = r"training_step computes with tensors of two types.*BF16Precision.*cast it there"
+    said = r"training_step computes with tensors of two dtypes.*BF16Precision.*cast the tensor"
     with pytest.raises(RuntimeError, match=said), explaining_reads("training_step", param_dtype=torch.bfloat16):
         linear(torch.ones(1, 2), torch.ones(2, 2, dtype=torch.bfloat16))
 
 
 def test_what_failed_in_a_graph_is_explained_without_the_advice_of_the_compiler():
-    said = r"computes with tensors of two types: Compile failed on net: two dtypes, not the same dtype\. Under this"
+    said = (
+        r"computes with tensors of two dtypes: Compile failed on net: two dtypes, not the same dtype\. This precision"
+    )
     with (
         pytest.raises(RuntimeError, match=said) as error,
         explaining_types("training_step", param_dtype=torch.bfloat16),
@@ -64,16 +66,16 @@ def test_a_module_of_torch_is_named_where_no_other_runs():
     with pytest.raises(RuntimeError) as error:
         net(torch.ones(1, 2, dtype=torch.bfloat16))
     # Of whichever precision: one in float8 is not to be left for that.
-    cure = "let 0 (Linear) compute in float32, with in_float32=['*'] in the precision, as BF16Precision has it"
+    cure = "let 0 (Linear) compute in float32, with in_float32=['*'] of a precision such as BF16Precision"
     assert float32_for(error.value) == cure
-    assert float32_for(RuntimeError()).startswith("let that part compute in float32, with in_float32=[...] in the")
+    assert float32_for(RuntimeError()).startswith("let that part compute in float32, with in_float32=[...] of a")
 
 
 def test_two_types_are_told_as_that():
     with pytest.raises(RuntimeError) as error, advice_on_mixed_types("Cast them", in_float32=True):
         linear(torch.ones(1, 2), torch.ones(2, 2, dtype=torch.bfloat16))
     (note,) = error.value.__notes__
-    assert "met a tensor of another type. Code that mixes" in note
+    assert "used a tensor of another dtype. Code that mixes" in note
     assert "an operator" not in note
 
 
@@ -82,7 +84,7 @@ def test_under_master_weights_a_note_says_where_it_comes_from_and_the_cure(in_fl
     with pytest.raises(RuntimeError) as error, advice_on_mixed_types("Cast them", in_float32=in_float32):
         Net()(torch.ones(2, 8, dtype=torch.bfloat16))
     (note,) = error.value.__notes__
-    assert "met an operator that does not take it" in note
+    assert "called an operator that does not support it" in note
     assert note.endswith(" Cast them, or " + float32_for(error.value) + "." if in_float32 else " Cast them.")
     with pytest.raises(RuntimeError) as error, advice_on_mixed_types("Cast them", in_float32=in_float32):
         raise RuntimeError("stop here")

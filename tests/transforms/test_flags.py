@@ -336,7 +336,7 @@ def test_another_allocator_is_an_error(monkeypatch):
     "wrong", [{"max_split_size_mb": 20}, {"garbage_collection_threshold": 1.0}, {"gc_interval": 0}], ids=str
 )
 def test_a_value_out_of_range_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"is out of range.*or None to leave it as it is"):
+    with pytest.raises(ValueError, match=r"is out of range.*or None to leave it unchanged"):
         Flags(**wrong)
 
 

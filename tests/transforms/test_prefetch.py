@@ -58,7 +58,7 @@ def test_a_batch_that_is_known_is_copied_ahead_of_its_transfer():
         found = moved(batches[1])
     assert [said for said in lane.said[4:] if said != "wait"] == ["join", "join", "memory", "memory"]
     assert all(torch.equal(found[name], batches[1][name]) and found[name] is not batches[1][name] for name in "xy")
-    assert (ahead.counts.ahead, ahead.counts.beside, ahead.counts.in_vain) == (2, 0, 0)
+    assert (ahead.counts.ahead, ahead.counts.beside, ahead.counts.unused) == (2, 0, 0)
 
 
 def test_a_batch_of_other_shapes_is_copied_ahead_and_not_beside():
@@ -168,7 +168,7 @@ def test_what_nobody_asks_for_is_given_up_and_not_copied_ahead_again():
             found = batch[1].to(CPU, non_blocking=True)
         assert torch.equal(found, batch[1])
     assert lane.said.count("give up") == 1
-    assert (ahead.counts.in_vain, ahead.counts.ahead) == (1, 3)
+    assert (ahead.counts.unused, ahead.counts.ahead) == (1, 3)
     assert lane.open == {}
 
 

@@ -170,7 +170,7 @@ def _say_lost(rows: int, problem: Exception) -> None:
     text = (
         f"The loggers did not get the last rows of {rows} logged steps: {why.rstrip('.')}."
         " The run ended before the GPU had computed them, or a logger failed."
-        " Set AccelerationFlags(late_logs=False) to have each row logged before the next step, which waits."
+        " Set AccelerationFlags(late_logs=False) to log each row before the next step, which synchronizes."
     )
     try:
         rank_zero_warn(text)

@@ -40,8 +40,8 @@ class LeanProgressBar(TQDMProgressBar):
         check_least("refresh_rate", refresh_rate, 0, of="LeanProgressBar", why="It counts steps.")
         if isinstance(metrics, str) or not isinstance(metrics, Sequence) or not all(map(_is_name, metrics)):
             raise TypeError(
-                f"LeanProgressBar(metrics={metrics!r}) is no list of names."
-                " It shows metrics by the names under which they are logged."
+                f"LeanProgressBar(metrics={metrics!r}) is not a list of names."
+                " It shows metrics by their logged names."
                 " Write them as a list, such as ['train_loss']."
             )
         super().__init__(refresh_rate=refresh_rate)

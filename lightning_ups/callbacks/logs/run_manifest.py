@@ -229,8 +229,8 @@ class RunManifest(Callback, OnlyOne):
                 self.path = None
             rank_zero_warn(
                 f"RunManifest could not write to {self._folder}: {error}."
-                " That ends no run, and what took effect is kept in RunManifest.manifest only."
-                " Make room or the folder writable, or give the Trainer another default_root_dir."
+                " The run continues, and RunManifest.manifest still has the content."
+                " Free space, make the folder writable, or give the Trainer another default_root_dir."
             )
 
     def _log(self, trainer: Trainer) -> None:
@@ -246,8 +246,8 @@ def _read(name: str, part: Callable[[], Any]) -> Any:
         return part()
     except Exception as error:  # noqa: BLE001  (of a class that nobody has thought of: what only looks ends no run)
         rank_zero_warn(
-            f"RunManifest could not read the {name}: {quoted(error)}. It only looks on, so the run goes on, and the"
-            " manifest lacks that. Report it, or leave RunManifest out."
+            f"RunManifest could not read the {name}: {quoted(error)}. The run continues, and the manifest lacks that"
+            " part. Please report this, or leave RunManifest out."
         )
         return {"not_read": quoted(error)}
 

@@ -48,11 +48,11 @@ class TextSample(Callback):
         if not 0 <= temperature <= sys.float_info.max:
             raise ValueError(
                 f"TextSample(temperature={temperature}) is out of range."
-                " It divides the logits, and the likeliest token stays the likeliest."
-                " Use a number above 0, or 0 to always take the likeliest."
+                " It divides the logits."
+                " Use a number above 0, or 0 to always choose the most likely token."
             )
         check_least("top_k", top_k, 1, of="TextSample", why="It counts tokens to draw from.", optional=True)
-        check_seed(seed, of="TextSample", why="It is that of the draws.")
+        check_seed(seed, of="TextSample", why="It is for sampling.")
         self.prompt, self.num_tokens = prompt, num_tokens
         self.temperature, self.top_k, self.seed = float(temperature), top_k, int(seed)  # torch takes no long int
 
@@ -85,7 +85,7 @@ def _must_have(part: object, *methods: str) -> None:
         where = "a run without a datamodule" if part is None else type(part).__name__
         raise TypeError(
             f"TextSample finds no {' and no '.join(missing)} in {where}."
-            " It asks the LightningModule for tokens, and the datamodule to turn text into tokens and back."
+            " It needs generate of the LightningModule, and encode and decode of the datamodule."
             " Write these methods, or take TextSample out of the callbacks."
         )
 
@@ -98,16 +98,16 @@ def _encoded(prompt: str, data: Any) -> Tensor:
         made = torch.empty(())
     if made.dim() != 1 or (made.numel() and made.is_floating_point()):
         raise TypeError(
-            f"TextSample finds that encode of {type(data).__name__} returns a {type(tokens).__name__} which is no list"
-            f" of tokens: {str(tokens)[:80]}."
-            " It has one text for the model, as the numbers of its tokens."
-            " Let encode return such a list."
+            f"{type(data).__name__}.encode returned a {type(tokens).__name__} instead of a list of tokens:"
+            f" {str(tokens)[:80]}."
+            " TextSample encodes its prompt with it."
+            " Let encode return a list of integers."
         )
     if not made.numel():
         raise ValueError(
-            f"TextSample(prompt={prompt!r}) gives the model no token to begin with."
-            " The first one is drawn from what follows the prompt."
-            " Give a text with a letter that the datamodule has tokens for."
+            f"TextSample(prompt={prompt!r}) encodes to no tokens."
+            " The model needs at least one token."
+            " Give a text that the datamodule has tokens for."
         )
     return made.long()
 

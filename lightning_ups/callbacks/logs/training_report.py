@@ -147,8 +147,8 @@ class TrainingReport(Callback):
         except OSError as problem:
             rank_zero_warn(
                 f"TrainingReport could not write to {self._folder}: {problem}."
-                " The run is not touched by that."
-                " Make room or the folder writable, or give the Trainer another default_root_dir."
+                " The run is not affected."
+                " Free space, make the folder writable, or give the Trainer another default_root_dir."
             )
             return
         rank_zero_info(f"TrainingReport: {self.path}")

@@ -95,7 +95,7 @@ def _computing(product: nn.Module, block: nn.Module) -> nn.Module:
 
 
 def _is_read(module: nn.Module) -> bool:
-    # nn.MultiheadAttention reads its weight and never calls it.
+    # nn.MultiheadAttention reads its weight without calling it.
     return type(module).__name__ == "NonDynamicallyQuantizableLinear"
 
 

@@ -39,7 +39,7 @@ class Documents:
         if ids.dim() != 2:
             raise ValueError(
                 f"Document ids of shape {tuple(ids.shape)} were given."
-                " They are [batch, seq], one for each token, so that rows can be told apart."
+                " They are [batch, seq], one for each token, so that rows can be distinguished."
                 " Use ids.unsqueeze(0) for a single sequence."
             )
         starts = torch.ones_like(ids, dtype=torch.bool)

@@ -90,7 +90,7 @@ def _priority(backends: Backend | Sequence[Backend]) -> tuple[Backend, ...]:
     if "auto" in names[:-1]:
         raise ValueError(
             f"routed_attention was given {backends!r}, with 'auto' before others."
-            " It can do whatever is asked, so that what follows it would never be used."
+            " It supports every call, so backends after it would never be used."
             " Put 'auto' at the end, or leave it out."
         )
     return names
@@ -131,7 +131,7 @@ def _router(priority: tuple[Backend, ...]) -> Callable[..., Tensor]:
             call = _call_of(query, key, value, dropout_p, is_causal=is_causal, grouped=enable_gqa)
             if call in _AS_TORCH:
                 return _by_torch(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if _torch_was_told():
+        if _model_chose_kernels():
             return _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         _note(priority, torch.compiler.is_compiling())
         return _routed(
@@ -168,7 +168,7 @@ _by_torch = scaled_dot_product_attention  # its name is also the replacement's
 
 
 @torch.compiler.assume_constant_result
-def _torch_was_told() -> bool:
+def _model_chose_kernels() -> bool:
     # Dynamo enters `sdpa_kernel` during tracing, so this works there, too.
     return bool(_ALLOWED) and allowed() != _ALLOWED[-1]
 

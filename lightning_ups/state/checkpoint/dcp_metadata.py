@@ -212,7 +212,7 @@ def _parsed(data: bytes, path: Path) -> Any:
         elif opcode in (0x65, 0x61):  # APPENDS, APPEND
             items, stack = (stack, below.pop()) if opcode == 0x65 else ([stack.pop()], stack)
             if type(stack[-1]) is not list:
-                raise UnpicklingError("it appends to what is no list")
+                raise UnpicklingError("it appends to what is not a list")
             stack[-1].extend(items)
         elif opcode == 0x74:  # TUPLE
             items, stack = stack, below.pop()
@@ -248,7 +248,7 @@ def _put(target: Any, pairs: list[Any]) -> None:
 
 def _described(kind: Any, args: Any) -> Any:
     if type(kind) is not _Record or kind.args is not None or type(args) is not tuple:
-        raise UnpicklingError("it calls what is no class of DCP")
+        raise UnpicklingError("it calls what is not a class of DCP")
     if kind.name == "torch.Size":
         return torch.Size(*args)
     if kind.name == "collections.OrderedDict" and not args:

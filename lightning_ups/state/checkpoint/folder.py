@@ -232,7 +232,7 @@ def remove(path: Path) -> None:
     is_folder = path.is_dir() and not path.is_symlink()
     is_ours = is_folder or path.is_symlink() or path.suffix == ".ckpt" or meta.is_zip(path)
     if ".." in path.parts or not is_ours or (is_folder and any(path.iterdir()) and not holds_part(path)):
-        warnings.warn(f"{path} is not deleted: it is no checkpoint of this run.", stacklevel=2)
+        warnings.warn(f"{path} is not deleted: it is not a checkpoint of this run.", stacklevel=2)
     else:
         _delete(path)
 
@@ -254,7 +254,7 @@ def fault(path: Path) -> str | None:
         return f"{MARKER} is damaged"
     for entry in path.iterdir():
         if not (entry.is_file() or entry.is_dir()):
-            return f"{entry.name} is no file"  # but a pipe or a device, which could be read forever
+            return f"{entry.name} is not a file"  # but a pipe or a device, which could be read forever
     sizes = ((name, _size(path / name), size) for name, size in marker["files"].items())
     return next((f"{name[:80]} has {found} bytes and not {size}" for name, found, size in sizes if found != size), None)
 

@@ -73,8 +73,8 @@ def loaded(
         return _dict_in(path, state), {}
     if not is_zip(path):
         raise ValueError(
-            f"{path} is no checkpoint. It is not what torch.save writes, or its end is missing, as when a disk was full"
-            " or the process died. Give a file that was written whole."
+            f"{path} is not a checkpoint. torch.save did not write it, or its end is missing, because the disk was full"
+            " or the process died. Give a complete file."
         )
     with _refusing(path):
         names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
@@ -115,7 +115,7 @@ def check_saved(path: Path, saved: Mapping[str, Any], *, keys: Sequence[str] = (
     if lacking:
         alone = "state_dict" in lacking and any(isinstance(value, Tensor) for value in saved.values())
         raise ValueError(
-            f"{path} is no checkpoint of a Trainer: it has no {lacking[0]!r}, but {_keys(saved)}."
+            f"{path} is not a checkpoint of a Trainer: it has no {lacking[0]!r}, but {_keys(saved)}."
             f" {'It holds weights alone. ' if alone else ''}What goes on from a checkpoint needs all that a Trainer"
             " saves. To begin with the weights in it, call lightning_ups.state.checkpoint.load_weights in"
             " on_fit_start of your module."
@@ -154,7 +154,7 @@ def damage(path: Path, error: Exception) -> str:
 def check_is_file(path: Path) -> None:
     """Raise ValueError if ``path`` is not a file: it may be a folder, or a pipe, which would never end."""
     if path.exists() and not path.is_file():
-        raise ValueError(damage(path, OSError("it is no file")))
+        raise ValueError(damage(path, OSError("it is not a file")))
 
 
 @contextmanager

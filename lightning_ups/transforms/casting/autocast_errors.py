@@ -49,8 +49,8 @@ class _Check:
                 self.handle.remove()
         elif any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
             raise RuntimeError(
-                f"{type(module).__name__} was called within torch.autocast, and {self.by} has set its types already."
-                " A precision carries the whole policy; a second cast in every product would undo part of it."
+                f"{type(module).__name__} was called within torch.autocast, but {self.by} has already set its dtypes."
+                " A second cast in every product would undo part of the precision's policy."
                 f" {self.cure}"
             )
 

@@ -177,7 +177,7 @@ class _Look:
             self.tell(
                 f"{type(module).__name__} computes its loss in {str(self.dtype).removeprefix('torch.')}, whose numbers"
                 " have eight bits."
-                " Its values go by steps of a hundredth or so, and its gradients are rounded more than others."
+                " Its values have steps of about a hundredth, and its gradients are rounded more than others."
                 f" {self.cure}"
             )
 

@@ -78,8 +78,8 @@ def _refuse_tied(model: nn.Module, kept: Mapping[str, nn.Module]) -> None:
         for own, parameter in module.named_parameters():
             if parameter in outer:
                 raise ValueError(
-                    f"{name}.{own} is also a parameter of {outer[parameter] or type(model).__name__!r}, and only"
-                    f" {name} is to compute in float32."
-                    " A weight that two modules share has one type."
+                    f"{name}.{own} is also a parameter of {outer[parameter] or type(model).__name__!r}, but only"
+                    f" {name} should compute in float32."
+                    " A shared weight has one dtype."
                     " Name both in in_float32, or neither."
                 )

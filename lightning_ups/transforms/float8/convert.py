@@ -200,11 +200,11 @@ def _unfit(linear: nn.Linear, recipe: str, *, tensor_size: int) -> str | None:
     if _is_float8(linear):
         return "converted already"
     if type(linear).__name__ == "NonDynamicallyQuantizableLinear":
-        return "nn.MultiheadAttention reads its weight and never calls it"
+        return "nn.MultiheadAttention reads its weight without calling it"
     if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
-        return "has a forward of its own"
+        return "has its own forward"
     if not isinstance(vars(linear)["_parameters"].get("weight"), nn.Parameter):
-        return "its weight is made of others, by a parametrization, a norm of the weight or pruning"
+        return "its weight is computed from others, by a parametrization, weight norm or pruning"
     if is_lazy(linear.weight):
         return "its weight has no shape before the first batch"
     if linear.weight.dtype not in (torch.float32, torch.bfloat16):

@@ -136,7 +136,8 @@ class LateGradients(StepCheck):
         looks, self._looks = self._looks, False
         if looks and (left := unreduced(self._root)):
             raise RuntimeError(
-                f"The gradients of {listed(left)} came after their group was reduced, and would count in the next step."
+                f"The gradients of {listed(left)} arrived after their group was reduced, and would be added to the"
+                " next step."
                 " These parameters are read outside the forward of the module that gathers them."
                 f" Name them: FSDP2Strategy(outside={left[:3]})."
             )

@@ -85,10 +85,9 @@ class ManualWrites(StepCheck):
             raise RuntimeError(
                 f"{', '.join(names[:3])} {'is' if len(names) == 1 else 'are'} written to within training_step,"
                 " or by a hook between it and its backward."
-                " There a sharded parameter is a gathered copy that is freed after use, and what was written would be"
-                " lost."
-                f" Make it a buffer, self.register_buffer({names[0].rpartition('.')[2]!r}, ...), which stays whole, or"
-                " write to it in on_train_batch_end, where it is a shard, or train with strategy='ddp'."
+                " There, a sharded parameter is a gathered copy that is freed after use, so the write would be lost."
+                f" Use a buffer, self.register_buffer({names[0].rpartition('.')[2]!r}, ...), which is not sharded, or"
+                " write to the parameter in on_train_batch_end, where it is a shard, or train with strategy='ddp'."
             )
 
     def _after_forward(self, gathered: Sequence[FSDPModule], *_: Any) -> None:
@@ -111,7 +110,7 @@ def refuse_replaced(root: FSDPModule) -> None:
         module, _, name = names[0].rpartition(".")
         raise RuntimeError(
             f"{', '.join(names[:3])} {'was' if len(names) == 1 else 'were'} set to another parameter after sharding."
-            " The shard that was there is what is gathered, trained and saved, and the other would be lost."
+            " The old shard is gathered, trained and saved, and the new parameter would be lost."
             f" Write values into it, within torch.no_grad(), as {module or 'self'}.{name}[:] = values; or set it before"
             " fit."
         )

@@ -20,10 +20,10 @@ def shard_alike(copy: nn.Module, model: nn.Module) -> None:
     copies = dict(copy.named_parameters(remove_duplicate=False))
     if shards.keys() != copies.keys():
         raise ValueError(
-            f"A callback's copy of {type(model).__name__} has other parameters than it:"
+            f"A callback's copy of {type(model).__name__} has other parameters than the model:"
             f" {', '.join(sorted(shards.keys() ^ copies.keys())[:4])}."
-            " It was made before the module was complete, so that the averages would be of nothing."
-            " Build the module in __init__, or take the callback out."
+            " It was created before the module was complete, so its averages would be wrong."
+            " Create all submodules in __init__, or remove the callback."
         )
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in copies.items():

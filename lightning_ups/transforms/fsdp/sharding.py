@@ -177,10 +177,10 @@ def _check_shardable(model: nn.Module) -> None:
     refuse_one_memory(model)
     if by_user := [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]:
         raise ValueError(
-            f"{by_user[0] or type(model).__name__} was given to fully_shard before the strategy could."
-            " Compilation, conversion and tensor parallelism must come before sharding, and the strategy does it all"
-            " in that order."
-            " Take the calls of fully_shard out of the module, or use ModelParallelStrategy."
+            f"{by_user[0] or type(model).__name__} was passed to fully_shard before the strategy could shard it."
+            " Compilation, conversion and tensor parallelism must come before sharding, and the strategy does all of"
+            " them in order."
+            " Remove the calls of fully_shard from the module, or use ModelParallelStrategy."
         )
 
 
@@ -365,8 +365,8 @@ def _keep_name(module: Any) -> type:
 def _refuse_copy(self: nn.Module, _: Any) -> Any:
     raise ValueError(
         f"{type(self).__name__} is sharded and cannot be copied."
-        " An earlier run sharded it, and a copy would be shards without the means to gather them."
-        " If a callback copies it, as those that average weights do, build the module anew and load a checkpoint."
+        " An earlier run sharded it, and a copy of the shards could not be gathered."
+        " If a callback that averages weights copies it, create a new module and load a checkpoint."
     )
 
 
@@ -444,8 +444,8 @@ def _cast_around_ungrouped(plan: _Plan, options: ShardOptions) -> None:
             continue  # nothing to shard, its own casts, or no casts
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"{module.original_name}, a module of TorchScript, is to compute in {options.module_dtype} as a shard."
-                " Its parameters stay whole and as they are, and no hook can cast what it is given."
+                f"{module.original_name}, a TorchScript module, should be sharded in {options.module_dtype}."
+                " Its parameters are neither sharded nor cast, and hooks cannot cast its inputs."
                 " Use the module that was scripted, or precision='32-true'."
             )
         if not precise:

@@ -14,11 +14,11 @@ __all__ = ["Samples", "note_recomputed_otherwise"]
 _NUMBERS = 4096  # of each tensor, at most
 _OF_ANOTHER_PATH = ("not found in storage",)  # text of a selective checkpoint if other operators run
 _CAUSE = (
-    "Its forward depends on what changes between the two: what it keeps in a list, a dictionary or an object of its"
-    " own, a generator of random numbers elsewhere, or something global."
+    "Its forward depends on state that changes between the two runs: a list, a dictionary or an object that it"
+    " modifies, another random generator, or global state."
 )
 _CURE = (
-    "Leave the block out, by ActivationCheckpoint(blocks=[...]) with the names of the others, or keep such state in a"
+    "Leave the block out with ActivationCheckpoint(blocks=[...]), or keep such state in a"
     " buffer or a plain attribute of the module."
 )
 
@@ -57,13 +57,13 @@ class Samples:
         after = apart[apart.index(True) :]
         if 1 < after.count(True) > len(after) / 2:
             raise RuntimeError(
-                f"ActivationCheckpoint has computed {name} a second time, for backward, and it came out otherwise than"
-                f" in the forward: gradients would be wrong. {_CAUSE} {_CURE}"
+                f"ActivationCheckpoint recomputed {name} for backward, and the result differs from that of the forward:"
+                f" gradients would be wrong. {_CAUSE} {_CURE}"
             ) from None  # usually the run was just ended by torch, once it had all that backward needs
         warnings.warn(
-            f"ActivationCheckpoint has computed {name} a second time, for backward, and {apart.count(True)} of"
-            f" {len(apart)} tensors came out otherwise than in the forward. If these are no memory that a kernel leaves"
-            f" unwritten, gradients are wrong. {_CAUSE} {_CURE}",
+            f"ActivationCheckpoint recomputed {name} for backward, and {apart.count(True)} of {len(apart)} tensors"
+            " differ from those of the forward. Unless these contain memory that a kernel leaves uninitialized,"
+            f" gradients are wrong. {_CAUSE} {_CURE}",
             stacklevel=2,
         )
 
@@ -116,6 +116,6 @@ def note_recomputed_otherwise(error: BaseException, *, name: str) -> None:
     """
     if isinstance(error, CheckpointError) or any(words in str(error) for words in _OF_ANOTHER_PATH):
         error.add_note(
-            f"ActivationCheckpoint computed {name} a second time, for backward, and that went another way than the"
-            f" forward. {_CAUSE} {_CURE}"
+            f"ActivationCheckpoint recomputed {name} for backward, and it called other operators than the forward."
+            f" {_CAUSE} {_CURE}"
         )

@@ -136,7 +136,7 @@ def refuse_recomputed(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
         if told and (module in inside or not chosen.isdisjoint(module.modules())):
             raise ValueError(
                 f"{name or type(model).__name__} has {told[0]}=True: it recomputes its blocks itself."
-                " Recomputed twice over, they would cost a third forward and save nothing more."
+                " Recomputing them twice would cost a third forward and save nothing more."
                 " Turn it off, in transformers by activation_checkpointing_disable() or, in older ones,"
                 " gradient_checkpointing_disable(), in timm by set_grad_checkpointing(False), or do without"
                 " ActivationCheckpoint."
@@ -163,9 +163,9 @@ def _named_ops(names: str | Sequence[str]) -> list[Operator]:
     ops = operators([names] if isinstance(names, str) else names)
     for op in filter(is_composite, ops):
         raise ValueError(
-            f"The operator {op.name()!r} never runs as itself."
-            " It is made of others before a kernel is chosen, as aten.linear is of aten.addmm, and these are kept."
-            " Name the operators that it is made of, or use save='matmuls'."
+            f"The operator {op.name()!r} never runs itself."
+            " It is decomposed into others before a kernel is chosen, as aten.linear into aten.addmm."
+            " Name the operators into which it is decomposed, or use save='matmuls'."
         )
     return ops
 
@@ -266,8 +266,8 @@ def _explaining_writes(name: str) -> Iterator[None]:
 def _written_to(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} writes in place to a result that ActivationCheckpoint keeps for backward."
-        " What is kept must stay as it was: the second run would go on with other values, and gradients would be wrong."
-        " Use save='nothing', name operators whose results it leaves alone, as in save=['aten.addmm'], or write"
+        " Kept results must not change: the second run would use other values, and gradients would be wrong."
+        " Use save='nothing', name operators whose results it does not modify, as in save=['aten.addmm'], or write"
         " `x = x * y` instead of `x *= y` there."
     )
 
@@ -275,11 +275,11 @@ def _written_to(name: str) -> RuntimeError:
 def _refuse_torch_func(block: nn.Module) -> None:
     if in_torch_func():
         raise RuntimeError(
-            f"torch.func computes through {type(block).__name__}, which ActivationCheckpoint recomputes, as vmap, grad,"
-            " jvp and jacrev do."
-            " A block is run once more when a backward asks for what it did not keep, and torch.func goes another way."
-            " Name other blocks in ActivationCheckpoint(blocks=[...]) or leave it out; derivatives by"
-            " torch.autograd.grad(..., create_graph=True) go through it with save='nothing'."
+            f"torch.func (vmap, grad, jvp, jacrev ...) is applied to {type(block).__name__}, which ActivationCheckpoint"
+            " recomputes."
+            " torch.func does not support recomputation."
+            " Name other blocks in ActivationCheckpoint(blocks=[...]), leave it out, or use"
+            " torch.autograd.grad(..., create_graph=True) with save='nothing'."
         )
 
 
@@ -293,9 +293,9 @@ def _refuse_key_value_cache(block: nn.Module, caches: Iterable[Any]) -> None:
         raise RuntimeError(
             f"{type(block).__name__} is given a key-value cache, {type(cache).__name__}, and ActivationCheckpoint"
             " recomputes it."
-            " Its second run would write the same keys and values behind those of the first, and attend to both."
-            " Train with use_cache=False; where the cache holds a prefix, as in PEFT's prefix tuning, leave"
-            " ActivationCheckpoint out or take prompt tuning, which needs no cache."
+            " Its second run would append the same keys and values to the cache again, and attend to both."
+            " Train with use_cache=False; if the cache holds a prefix, as in PEFT's prefix tuning, leave"
+            " ActivationCheckpoint out or use prompt tuning, which needs no cache."
         )
 
 

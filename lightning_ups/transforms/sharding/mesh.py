@@ -56,7 +56,7 @@ class MeshSizes:
             raise ValueError(
                 f"{num_devices} devices cannot be divided by tensor_parallel_size={tensor}"
                 f" times replicate_size={replicate or 1}."
-                " Every device has one place in the mesh, and all its rows are equally long."
+                " Every device must have one place in the mesh."
                 f" Choose sizes whose product divides {num_devices}."
             )
         if replicate is None:

@@ -36,10 +36,10 @@ def check_one_batch(batch: Any, *, group: ProcessGroup) -> None:
         return
     ranks = " and ".join(map(str, dist.get_process_group_ranks(group)))
     raise ValueError(
-        f"Ranks {ranks} were given different batches. With tensor_parallel_size={group.size()} each of them computes a"
-        " part of one batch, and the parts would be of several. Leave Trainer(use_distributed_sampler=True), or give a"
-        " sampler of your own what trainer.distributed_sampler_kwargs says. Random crops and augmentations have to be"
-        " the same on these ranks: draw them from torch's generator, and leave out workers=True of seed_everything."
+        f"Ranks {ranks} were given different batches. With tensor_parallel_size={group.size()} they must compute parts"
+        " of the same batch. Keep Trainer(use_distributed_sampler=True), or create your sampler with"
+        " trainer.distributed_sampler_kwargs. Random crops and augmentations must be the same on these ranks: draw them"
+        " from torch's generator, and do not use workers=True of seed_everything."
     )
 
 

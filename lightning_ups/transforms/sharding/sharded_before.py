@@ -100,8 +100,8 @@ def check_same(model: nn.Module, *, before: Any, now: Any, layout_before: Any, l
     if type(before) is not type(now):
         raise ValueError(
             f"{type(model).__name__} was sharded by an earlier run with another strategy."
-            " Sharding stays on a module, and each strategy has a way of its own."
-            " Keep the strategy of the earlier run, or build the module anew and load a checkpoint."
+            " Sharding stays on a module, and each strategy shards differently."
+            " Keep the strategy of the earlier run, or create a new module and load a checkpoint."
         )
     earlier = {f.name: getattr(before, f.name) for f in fields(before)} | {"mesh": layout_before}
     asked = {f.name: getattr(now, f.name) for f in fields(now)} | {"mesh": layout}
@@ -127,8 +127,8 @@ def refuse_lazy(model: nn.Module) -> None:
     if lazy := [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]:
         raise ValueError(
             f"The parameter {lazy[0]} has no shape yet."
-            " It belongs to a lazy module, which learns its shape from the first batch, after sharding."
-            " Run one batch through the module before fit, or give the module its sizes."
+            " It belongs to a lazy module, which gets its shape from the first batch, after sharding."
+            " Run one batch through the module before fit, or use a module with explicit sizes."
         )
 
 
@@ -146,9 +146,9 @@ def refuse_one_memory(model: nn.Module) -> None:
     for (_, end, name), (start, _, other) in pairwise(places):
         if start < end:
             raise ValueError(
-                f"{name} and {other} are two parameters in one memory, as after `a.data = b.data`."
-                " Each would get shards of its own, and what was one weight would be trained as two."
-                " Let both modules have one parameter, as by `a.weight = b.weight`."
+                f"{name} and {other} are two parameters that share memory, as after `a.data = b.data`."
+                " Each would get its own shards, so one weight would be trained as two."
+                " Share the parameter itself: `a.weight = b.weight`."
             )
 
 
@@ -162,5 +162,5 @@ def refuse_hooks_after(model: nn.Module) -> None:
         raise ValueError(
             f"{hooked[0]} has a hook that runs when its gradient has been accumulated."
             " There the gradient is that of one device's part of the batch, and not yet reduced or sharded."
-            " Do in on_before_optimizer_step what the hook does, or train without sharding."
+            " Move the code of the hook to on_before_optimizer_step, or train without sharding."
         )

@@ -27,16 +27,15 @@ def explaining_shards(optimizer: Optimizer) -> Iterator[None]:
             raise
         if _has_whole_gradients(optimizer):
             raise RuntimeError(
-                f"{type(optimizer).__name__} cannot step parameters whose gradients were assigned. Each device has part"
-                " of a parameter, and a gradient as torch.autograd.grad gives it is a whole tensor, of this device's"
-                " batch alone. Call self.manual_backward(loss), which sums gradients over devices and divides them."
+                f"{type(optimizer).__name__} cannot step parameters whose gradients were assigned. Each rank has a part"
+                " of a parameter, but torch.autograd.grad returns whole gradients, of this rank's batch only."
+                " Call self.manual_backward(loss), which reduces gradients over ranks and shards them."
             ) from error
         name, said = type(optimizer).__name__, [*str(error).splitlines(), "DTensor has no way to do it"][0]
         raise RuntimeError(
-            f"{name} cannot step parameters that are sharded: {said.rstrip('.')}."
-            " It computes with a parameter as a whole, or writes in place what only whole tensors take, and each device"
-            " has a part."
-            " Use an optimizer that goes element by element (SGD, Adam, AdamW, NAdam, Adamax, Adagrad), or train"
+            f"{name} cannot step sharded parameters: {said.rstrip('.')}."
+            " It needs whole parameters, or in-place operations that only whole tensors support."
+            " Use an elementwise optimizer (SGD, Adam, AdamW, NAdam, Adamax, Adagrad), or train"
             f" with strategy='ddp', where {name} sees whole parameters."
         ) from error
 

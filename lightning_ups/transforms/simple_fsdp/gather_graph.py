@@ -57,7 +57,7 @@ class GatherPlan:
                 where = (module_path(local) or ["the model"])[-1]
                 raise RuntimeError(
                     f"{where} writes to a parameter within its forward, where it is gathered from shards."
-                    " The shards are what is trained and saved, and the write would be lost with the copy."
+                    " The shards are trained and saved, so the write to the gathered copy would be lost."
                     " Write outside the step, such as in on_train_batch_end, or use FSDP2Strategy."
                 )
         return ", ".join(str(redistribute.args[0]) for redistribute, _ in found)

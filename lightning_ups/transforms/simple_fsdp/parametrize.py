@@ -192,7 +192,7 @@ class Gathering:
 def _lost(name: str) -> str:
     return (
         f"{name} was written to within a step, where it is gathered from shards."
-        " The shards are what is trained and saved, and the write would be lost with the copy."
+        " The shards are trained and saved, so the write to the gathered copy would be lost."
         " Write outside the step, such as in on_train_batch_end, or within"
         " lightning_ups.transforms.simple_fsdp.parametrize.shards_of(module), where it is a shard."
     )
@@ -350,17 +350,16 @@ def check_parametrisable(model: nn.Module) -> None:
     refuse_one_memory(model)
     if sharded := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
         raise ValueError(
-            f"{sharded[0]} was sharded before the strategy could."
-            " Conversion must come before sharding, and the strategy does it all in that order."
-            " Take what shards it out of the module, or build the module anew and load a checkpoint."
+            f"{sharded[0]} was sharded before the strategy could shard it."
+            " Conversion must come before sharding, and the strategy does both in that order."
+            " Do not shard in the module, or create a new module and load a checkpoint."
         )
     refuse_hooks_after(model)
     if hooked := [name for name, p in model.named_parameters() if p.dim() > 0 and gradient_hooks(p)]:
         raise ValueError(
-            f"{hooked[0]} has a hook for its gradient."
-            " The gradient is computed and reduced within a graph, which runs no hook of a parameter, so what the hook"
-            " does would be left undone."
-            " Do it in on_before_optimizer_step, or use FSDP2Strategy, which calls the hook."
+            f"{hooked[0]} has a gradient hook."
+            " The gradient is computed and reduced within a graph, which does not call hooks of parameters."
+            " Move the code to on_before_optimizer_step, or use FSDP2Strategy, which calls the hook."
         )
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
@@ -372,13 +371,13 @@ def check_parametrisable(model: nn.Module) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ValueError(
                 f"{name} has sparse=True: the gradient of its weight is a sparse tensor."
-                " The gradient of what was gathered is reduced by code that is compiled, which knows dense ones only."
-                " Leave sparse out, or use FSDP2Strategy, which keeps such a weight whole."
+                " Compiled code reduces the gradients of gathered weights, and only supports dense ones."
+                " Leave sparse out, or use FSDP2Strategy, which replicates such a weight."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"{name} is a module of TorchScript."
-                " It reads its parameters by compiled code of its own, which would meet shards."
+                " Its own compiled code reads its parameters, and would get shards."
                 " Use the module that was scripted or traced."
             )
 
@@ -466,8 +465,8 @@ def _class_of(kind: type[nn.Module], names: _Names, gathering: Gathering) -> typ
         there = self._parameters.get(name)
         if name in names and isinstance(there, DTensor) and param is not None and not isinstance(param, DTensor):
             raise ValueError(
-                f"{name} of a {kind.__name__} is sharded and was set to a tensor that is whole."
-                " The optimizer would keep the shard that was there, and only one of the two would be trained."
+                f"{name} of a {kind.__name__} is sharded and was set to an unsharded tensor."
+                " The optimizer would keep the old shard, and only one of the two would be trained."
                 " Write values into it, within torch.no_grad(), as module.weight[:] = values; or set it before fit."
             )
         kind.register_parameter(self, name, param)

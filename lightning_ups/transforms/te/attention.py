@@ -100,7 +100,7 @@ class _Routing(TorchFunctionMode):
     ) -> Tensor:
         if attn_mask is not None or dropout_p or not is_causal:
             raise ValueError(
-                f"{self._block} calls attention that is not offered in float8: is_causal={is_causal},"
+                f"{self._block} calls attention that float8 does not support: is_causal={is_causal},"
                 f" {'with' if attn_mask is not None else 'without'} a mask, dropout {dropout_p}."
                 " Use fp8_attention=False."
             )

@@ -355,11 +355,11 @@ def _unfit(module: nn.Module, *, multiple: int) -> str | None:
         what = Norm.of(module)
         return what if isinstance(what, str) else None
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
-        return "nn.MultiheadAttention reads its weight and never calls it"
+        return "nn.MultiheadAttention reads its weight without calling it"
     if type(module).forward is not nn.Linear.forward:
-        return "has a forward of its own"
+        return "has its own forward"
     if not isinstance(vars(module)["_parameters"].get("weight"), nn.Parameter):
-        return "its weight is made of others, by a parametrization, a norm of the weight or pruning"
+        return "its weight is computed from others, by a parametrization, weight norm or pruning"
     if any(size % multiple for size in (module.in_features, module.out_features)):
         return f"{module.in_features} x {module.out_features} is no multiple of {multiple}"
     return None
@@ -368,7 +368,7 @@ def _unfit(module: nn.Module, *, multiple: int) -> str | None:
 def _own_forward(module: nn.Module) -> str | None:
     if is_computed(module):
         return "is computed by Transformer Engine already"
-    return "has a forward of its own" if "forward" in vars(module) else None
+    return "has its own forward" if "forward" in vars(module) else None
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -91,7 +91,7 @@ def kinds():
     return [p is q for p, q in zip(left, [again, other], strict=True)]
 
 
-def test_parameters_of_both_kinds_are_told_from_equal_ones(ranks):
+def test_parameters_of_both_kinds_differ_from_equal_ones(ranks):
     assert ranks(kinds) == [True, True]
 
 

@@ -209,7 +209,7 @@ def test_an_optimizer_that_takes_no_hooks_is_not_heard(tmp_path):
 NO_EFFECT = {
     "recompute": (lambda: ActivationCheckpoint(blocks=["unused"]), "did not call the forward of any block"),
     "save": (lambda: ActivationCheckpoint(blocks=["layers.*"], save=["aten.mm"]), "keeps nothing"),
-    "offload the optimizer": (lambda: OptimizerOffload(update="host"), "keeps no state"),
+    "offload the optimizer": (lambda: OptimizerOffload(update="host"), "has no state"),
 }
 
 

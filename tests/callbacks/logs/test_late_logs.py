@@ -575,7 +575,7 @@ def test_it_is_said_in_one_line_and_only_where_it_acts(tmp_path, late_device, ca
     )
     with caplog.at_level(logging.INFO):
         fitted(tmp_path, module, loggers=Rows(late_device))
-    assert said == [line for line in said if "reaches the loggers when the GPU has computed it" in line]
+    assert said == [line for line in said if "reach the loggers when the GPU has computed them" in line]
     assert len(said) == 1
     said.clear()
     fitted(tmp_path, module, loggers=False)

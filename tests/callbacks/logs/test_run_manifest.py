@@ -371,7 +371,7 @@ def test_a_trial_of_the_code_leaves_no_file(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_does_not_stop_training(tmp_path):
     blocked, manifest, model = tmp_path / "file", RunManifest(), Net()
     blocked.write_text("not a folder")
-    with pytest.warns(UserWarning, match="That ends no run.*give the Trainer another default_root_dir"):
+    with pytest.warns(UserWarning, match="The run continues.*give the Trainer another default_root_dir"):
         trainer(blocked / "logs", callbacks=[manifest], epochs=1).fit(model, loader())
     assert len(model.losses) == 1
     assert manifest.manifest["run"]["status"] == "finished"

@@ -117,9 +117,9 @@ def test_compiles_nothing_for_the_growing_text(tmp_path):
     ("name", "value", "cure"),
     [
         ("num_tokens", -1, "Use 0 or more."),
-        ("temperature", -0.1, "or 0 to always take the likeliest."),
-        ("temperature", float("nan"), "or 0 to always take the likeliest."),
-        ("temperature", 10**400, "or 0 to always take the likeliest."),
+        ("temperature", -0.1, "or 0 to always choose the most likely token."),
+        ("temperature", float("nan"), "or 0 to always choose the most likely token."),
+        ("temperature", 10**400, "or 0 to always choose the most likely token."),
         ("top_k", 0, "Use 1 or more, or None."),
         ("seed", 2**64, "Use a number of 64 bits"),
     ],
@@ -130,7 +130,7 @@ def test_what_is_out_of_range_is_told_at_construction(name, value, cure):
 
 
 def test_a_prompt_without_tokens_is_told_before_training(tmp_path):
-    with pytest.raises(ValueError, match=r"TextSample\(prompt=''\).*a letter that the datamodule has tokens for\.$"):
+    with pytest.raises(ValueError, match=r"TextSample\(prompt=''\).*a text that the datamodule has tokens for\.$"):
         fit(tmp_path, TextSample(prompt=""))
 
     class Begun(Letters):
@@ -147,9 +147,7 @@ def test_what_is_no_list_of_tokens_is_told_before_training(tmp_path, tokens):
             return tokens
 
     module, kind = Writer(), type(tokens).__name__
-    with pytest.raises(
-        TypeError, match=rf"finds that encode of Odd returns a {kind} .*Let encode return such a list\.$"
-    ):
+    with pytest.raises(TypeError, match=rf"Odd\.encode returned a {kind} .*Let encode return a list of integers\.$"):
         fit(tmp_path, TextSample(prompt="ab"), module=module, datamodule=Odd())
     assert module.losses == []
 
@@ -168,7 +166,7 @@ def test_a_prompt_of_unknown_letters_is_told_before_training(tmp_path):
         def encode(self, text):
             return [ord(letter) for letter in text if letter in "xyz"]
 
-    with pytest.raises(ValueError, match=r"TextSample\(prompt='ab'\).*a letter that the datamodule has tokens for\.$"):
+    with pytest.raises(ValueError, match=r"TextSample\(prompt='ab'\).*a text that the datamodule has tokens for\.$"):
         fit(tmp_path, TextSample(prompt="ab"), datamodule=Few())
 
 

@@ -405,7 +405,7 @@ def test_a_choice_of_torchs_own_inside_counts_in_compiled_code(fa4_on_cpu):
     assert seen == ["bmm.default", f"{OPERATOR}.default"]
 
 
-def test_what_torch_was_told_before_is_no_choice_inside(fa4_on_cpu):
+def test_what_model_chose_kernels_before_is_no_choice_inside(fa4_on_cpu):
     with sdpa_kernel(SDPBackend.MATH), routed_attention("fa4"):
         assert ran(model, *inputs()) == {OPERATOR}
 

@@ -286,7 +286,7 @@ def test_what_is_no_checkpoint_is_not_deleted(tmp_path, name):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "link").symlink_to(tmp_path)
     folder.finish(folder.begin(tmp_path / "runs" / "kept.ckpt"), files={"meta.pt": b"x"}, facts={})
-    with pytest.warns(UserWarning, match="is not deleted: it is no checkpoint of this run"):
+    with pytest.warns(UserWarning, match="is not deleted: it is not a checkpoint of this run"):
         folder.remove(tmp_path / name)
     assert (tmp_path / name).exists()
     folder.remove(tmp_path / "runs" / "kept.ckpt")

@@ -20,7 +20,9 @@ def test_autocast_around_a_forward_is_refused_as_long_as_it_is_open(module, choi
         part(torch.ones(2, 4))
         with torch.autocast("cpu", enabled=False):
             part(torch.ones(2, 4))
-        message = rf"Linear was called within torch.autocast, and Float8Precision has set.*Take the autocast {cure}"
+        message = (
+            rf"Linear was called within torch.autocast, but Float8Precision has already set.*Take the autocast {cure}"
+        )
         with pytest.raises(RuntimeError, match=message), torch.autocast("cpu", dtype=torch.bfloat16):
             part(torch.ones(2, 4))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -34,6 +36,6 @@ def test_a_copy_made_meanwhile_may_be_called_in_autocast_and_keeps_no_hook(modul
         twin = clone(module)["part"]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             twin(torch.ones(2, 4))
-            with pytest.raises(RuntimeError, match="has set its types already"):
+            with pytest.raises(RuntimeError, match="has already set its dtypes"):
                 module["part"](torch.ones(2, 4))
     assert not twin._forward_pre_hooks

@@ -33,5 +33,5 @@ def test_a_copy_keeps_its_values_as_shards(ranks):
 
 
 def test_a_copy_of_another_module_is_refused():
-    with pytest.raises(ValueError, match=r"(?s)other parameters.*Build the module in __init__"):
+    with pytest.raises(ValueError, match=r"(?s)other parameters.*Create all submodules in __init__"):
         shard_alike(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))

@@ -116,7 +116,7 @@ def sharded_by_the_user():
 
 def test_what_the_user_sharded_is_refused(ranks):
     with pytest.raises(
-        AssertionError, match=r"(?s)layers.0 was given to fully_shard.*Take the calls of fully_shard out"
+        AssertionError, match=r"(?s)layers.0 was passed to fully_shard.*Remove the calls of fully_shard"
     ):
         ranks(sharded_by_the_user)
 
@@ -133,12 +133,12 @@ def in_one_memory():
 
 
 def test_two_parameters_in_one_memory_are_refused(ranks):
-    with pytest.raises(AssertionError, match=r"(?s)0.weight and 1.weight are two parameters in one memory"):
+    with pytest.raises(AssertionError, match=r"(?s)0.weight and 1.weight are two parameters that share memory"):
         ranks(in_one_memory)
 
 
 def test_a_parameter_without_a_shape_is_refused(ranks):
-    with pytest.raises(AssertionError, match=r"(?s)0.weight has no shape yet.*give the module its sizes"):
+    with pytest.raises(AssertionError, match=r"(?s)0.weight has no shape yet.*use a module with explicit sizes"):
         ranks(lazy)
 
 

@@ -72,7 +72,7 @@ class TwoOverOneMemory(nn.Module):
 @pytest.mark.parametrize("part", [0, 12])
 def test_two_parameters_in_one_memory_are_refused(part):
     with pytest.raises(
-        ValueError, match=r"a\.weight and b\.weight are two parameters in one memory.*have one parameter"
+        ValueError, match=r"a\.weight and b\.weight are two parameters that share memory.*Share the parameter itself"
     ):
         refuse_one_memory(TwoOverOneMemory(part))
 

@@ -20,7 +20,7 @@ class Failing(torch.optim.Optimizer):
 
 def test_an_optimizer_that_cannot_is_named_with_a_cure():
     optimizer = Failing(RuntimeError(f"{SAID}.\nand more"))
-    said = r"Failing cannot step parameters that are sharded: .*DTensor\. .*AdamW"
+    said = r"Failing cannot step sharded parameters: .*DTensor\. .*AdamW"
     with pytest.raises(RuntimeError, match=said), explaining_shards(optimizer):
         optimizer.step()
 
@@ -39,7 +39,7 @@ class Dispatched(Failing):
 
 def test_what_torch_takes_for_granted_of_shards_without_a_word():
     optimizer = Dispatched(AssertionError(), "torch.distributed.tensor._dispatch")
-    said = r"Dispatched cannot step parameters that are sharded: DTensor has no way to do it\. .*AdamW"
+    said = r"Dispatched cannot step sharded parameters: DTensor has no way to do it\. .*AdamW"
     with pytest.raises(RuntimeError, match=said), explaining_shards(optimizer):
         optimizer.step()
 

@@ -338,7 +338,7 @@ def others():
 
 def test_a_whole_tensor_in_the_place_of_a_shard_is_refused(ranks):
     texts, grad, cleared, left = ranks(others)
-    assert texts[0].startswith("weight of a Linear is sharded and was set to a tensor that is whole.")
+    assert texts[0].startswith("weight of a Linear is sharded and was set to an unsharded tensor.")
     assert "module.weight[:] = values" in texts[0]
     assert texts[1].startswith("A parameter was written to within a step")
     assert (grad, cleared, left) == ("DTensor", None, False)
@@ -428,10 +428,10 @@ def impossible(name):
 TEXTS = {
     "norm of rows": "table has max_norm=1.0: it scales rows",
     "sparse gradients": "table has sparse=True",
-    "hook": "first.weight has a hook for its gradient",
+    "hook": "first.weight has a gradient hook",
     "hook after": "first.weight has a hook that runs when its gradient has been accumulated",
     "lazy": "has no shape yet",
-    "one memory": "a.weight and b.weight are two parameters in one memory",
+    "one memory": "a.weight and b.weight are two parameters that share memory",
     "script": "is a module of TorchScript",
     "settings": "param_dtype=None, and this run asks for param_dtype=torch.bfloat16",
     "fsdp2": "sharded by an earlier run with another strategy",

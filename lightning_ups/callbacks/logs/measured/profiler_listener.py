@@ -26,7 +26,7 @@ class ProfilerListener(Profiler):
     def __init__(self, inner: Profiler, *, enter: Callable[[Phase], None], leave: Callable[[], None]) -> None:
         super().__init__()
         self._enter, self._leave = enter, leave
-        self.stand_for(inner)
+        self.wrap(inner)
         self._phases: dict[str, Phase | None] = {}  # by the names of actions
 
     @classmethod
@@ -45,9 +45,9 @@ class ProfilerListener(Profiler):
         while isinstance(outer, ProfilerListener) and outer.inner is not self:
             outer = outer.inner
         if isinstance(outer, ProfilerListener):
-            outer.stand_for(self.inner)
+            outer.wrap(self.inner)
 
-    def stand_for(self, inner: Profiler) -> None:
+    def wrap(self, inner: Profiler) -> None:
         """Wrap ``inner``."""
         self.inner, self._passes_on = inner, not isinstance(inner, PassThroughProfiler)
 
