@@ -424,7 +424,7 @@ def test_on_a_cpu_there_is_nothing_to_do_which_is_said_once(tmp_path, said):
     ("loader", "model", "prefetch", "words"),
     [
         (stock(num_workers=1), Noisy, {"min_kb": 0}, "during the previous step"),
-        (stock(), Noisy, {"min_kb": 0}, "as far as the host is ahead: DataLoader reads in this process"),
+        (stock(), Noisy, {"min_kb": 0}, "if the host is ahead: DataLoader reads in this process"),
         (stock(num_workers=1), Noisy, {"min_kb": 0, "read_ahead": False}, "read_ahead=False"),
         (stock(num_workers=1), Hooked, {"min_kb": 0}, "Hooked.on_before_batch_transfer and Hooked.transfer_batch_to"),
         (stock(), Noisy, {}, "no tensor of 64 KiB or more"),

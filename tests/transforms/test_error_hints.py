@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 def test_an_operator_without_such_a_kernel_is_told_with_its_module():
     said = (
-        r"does not take torch.bfloat16: Unsupported dtype BFloat16"
+        r"does not support torch.bfloat16: Unsupported dtype BFloat16"
         r".*let blocks\.1\.0 \(Shape\).*in_float32=\['blocks\.\*\.\*'\]"
     )
     step = explaining_reads("training_step", param_dtype=torch.bfloat16)
@@ -75,7 +75,7 @@ def test_two_types_are_told_as_that():
     with pytest.raises(RuntimeError) as error, advice_on_mixed_types("Cast them", in_float32=True):
         linear(torch.ones(1, 2), torch.ones(2, 2, dtype=torch.bfloat16))
     (note,) = error.value.__notes__
-    assert "used a tensor of another dtype. Code that mixes" in note
+    assert "used a tensor of another dtype. Code that uses" in note
     assert "an operator" not in note
 
 

@@ -249,7 +249,7 @@ def scripted(options):
 def test_what_torchscript_holds_stays_whole_and_is_not_cast(ranks):
     names = ["layers.1.0.bias", "layers.1.0.weight", "scale"]
     assert ranks(scripted, ShardOptions()) == (names, True)
-    with pytest.raises(AssertionError, match=r"Sequential, a module of TorchScript, .* precision='32-true'"):
+    with pytest.raises(AssertionError, match=r"Sequential, a TorchScript module, .* precision='32-true'"):
         ranks(scripted, ShardOptions(param_dtype=torch.bfloat16))
 
 
