@@ -192,7 +192,7 @@ def test_without_it_the_error_says_which_part_and_how(tmp_path):
     with pytest.raises(RuntimeError, match="Unsupported dtype BFloat16") as error:
         train("Fourier", tmp_path, plugins=[BF16Precision(weights="masters")])
     assert (
-        "let layers.0.0 (Spectral) compute in float32, with in_float32=['layers.*.*'] in the precision"
+        "let layers.0.0 (Spectral) compute in float32, with in_float32=['layers.*.*'] of a precision"
         in (error.value.__notes__[0])
     )
 
