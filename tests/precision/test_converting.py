@@ -288,7 +288,7 @@ class Casting(Net):
 
 @BOTH
 def test_an_autocast_on_top_is_refused_and_allowed_where_the_precision_is_one(tmp_path, make):
-    message = rf"within torch.autocast, and {make.func.__name__} has set its types already.*weights='autocast'"
+    message = rf"within torch.autocast, but {make.func.__name__} has already set its dtypes.*weights='autocast'"
     with pytest.raises(RuntimeError, match=message):
         fit(tmp_path, make(weights="masters"), model=Casting())
     fit(tmp_path, make(), model=Casting(), epochs=1)

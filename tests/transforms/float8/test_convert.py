@@ -82,8 +82,8 @@ IN_BLOCKS = tuple(f"layers.{i}.{j}" for i in range(3) for j in (0, 2))
             {
                 "layers.0.0": "excluded by 'layers.0.*'",
                 "layers.0.2": "excluded by 'layers.0.*'",
-                "attention.out_proj": "nn.MultiheadAttention reads its weight and never calls it",
-                "own": "has a forward of its own",
+                "attention.out_proj": "nn.MultiheadAttention reads its weight without calling it",
+                "own": "has its own forward",
                 "odd": "32 x 24 is no multiple of 16",
             },
         ),

@@ -178,11 +178,11 @@ def test_a_weight_made_of_others_is_left_and_named(make):
     net = nn.Sequential(make(nn.Linear(32, 32)), nn.Linear(32, 32))
     done = convert_to_float8(net, recipe="tensorwise", include=["*"], emulate=True)
     assert done.converted == ("1",)
-    assert done.skipped["0"].startswith("its weight is made of others")
+    assert done.skipped["0"].startswith("its weight is computed from others")
     net = nn.Sequential(make(nn.Linear(32, 32)), nn.Linear(32, 32))
     with fake_te.installed():
         done = convert_to_te(net, include=["*"])
-        assert done.skipped["0"].startswith("its weight is made of others")
+        assert done.skipped["0"].startswith("its weight is computed from others")
         assert [*done.converted] == ["1"]
         done.undo()
 

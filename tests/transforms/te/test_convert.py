@@ -181,9 +181,9 @@ def test_what_does_not_fit_is_named():
         "layers.0.2": "16 x 24 is no multiple of 16",
         "layers.1.2": "16 x 24 is no multiple of 16",
         "norm": "its eps is None, which depends on the type of the input",
-        "attention.out_proj": "nn.MultiheadAttention reads its weight and never calls it",
-        "patched": "has a forward of its own",
-        "own": "has a forward of its own",
+        "attention.out_proj": "nn.MultiheadAttention reads its weight without calling it",
+        "patched": "has its own forward",
+        "own": "has its own forward",
     }
 
 
@@ -288,7 +288,7 @@ def test_fusions_by_patterns():
         (lambda m: setattr(m.blocks[0], "first", nn.Identity()), "blocks.0.first is no norm that is known"),
         (lambda m: setattr(m.blocks[0].network, "2", nn.Linear(32, 32)), "does not return the width of the norm"),
         (lambda m: setattr(m.blocks[0].network, "0", nn.Linear(16, 64)), "not as wide as the first layers"),
-        (lambda m: setattr(m.blocks[0].network, "forward", lambda x: x), "network has a forward of its own"),
+        (lambda m: setattr(m.blocks[0].network, "forward", lambda x: x), "network has its own forward"),
     ],
 )
 def test_a_fusion_that_cannot_be_made_is_refused(change, why):
