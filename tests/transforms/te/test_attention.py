@@ -79,7 +79,7 @@ def test_other_attention_is_refused(options):
     with (
         engine_attention({"b": block}),
         fp8(),
-        pytest.raises(ValueError, match=r"b calls attention that is not offered.*fp8_attention=False"),
+        pytest.raises(ValueError, match=r"b calls attention that float8 does not support.*fp8_attention=False"),
     ):
         block(value())
 
