@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,28 +102,17 @@ class _Whole:
         return rebuilt(self._key.detach(), iter([self._blocks[name, dtype].at(0, Form(dtype, like.size, like.stride))]))
 
 
+@dataclass(eq=False, repr=False)
 class Item:
-    """One parameter that is stepped, or a part of it.
+    """One parameter that is stepped, or a part of it."""
 
-    Args:
-        group: The index of its group.
-        parameter: The module's.
-        key: What the optimizer steps for it, and keeps state under: itself, or its master.
-        part: From which of its own elements to which; None for all of it.
-        whole: What the parts of one parameter share.
-    """
-
-    def __init__(
-        self,
-        group: int,
-        parameter: nn.Parameter,
-        key: nn.Parameter,
-        part: slice | None = None,
-        whole: _Whole | None = None,
-    ) -> None:
-        self.group, self.parameter, self.key, self.part, self.whole = group, parameter, key, part, whole
-        self.others: dict[str, Any] = {}  # of its state, what is not moved
-        self.names: list[str] = []  # of its state, in the order in which the optimizer has it
+    group: int
+    parameter: nn.Parameter  # the module's
+    key: nn.Parameter  # what the optimizer steps for it, and keeps state under: itself, or its master
+    part: slice | None = None  # from which of its own elements to which; None for all of it
+    whole: _Whole | None = None  # what the parts of one parameter share
+    others: dict[str, Any] = field(default_factory=dict[str, Any])  # of its state, what is not moved
+    names: list[str] = field(default_factory=list[str])  # of its state, in the order in which the optimizer has it
 
     @property
     def is_mastered(self) -> bool:
@@ -150,9 +140,10 @@ class Item:
         return tensor if self.part is None else local_of(tensor).reshape(-1)[self.part]
 
 
+@dataclass(eq=False, repr=False)
 class _Entry:
-    def __init__(self, kept: Tensor, pieces: list[Piece]) -> None:
-        self.kept, self.pieces = kept, pieces
+    kept: Tensor
+    pieces: list[Piece]
 
     def loaded(self, slot: Tensor) -> Tensor:
         return rebuilt(self.kept, iter([piece.loaded(slot) for piece in self.pieces]))
