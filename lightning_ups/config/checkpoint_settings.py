@@ -43,11 +43,9 @@ class CheckpointSettings:
 
     def notes(self) -> Iterator[str]:
         """Yield a line for each setting that is left out."""
+        why = "a checkpoint never names code to import. Give it, unless you want its default."
         for key, value in self.left_out.items():
-            yield (
-                f"model.{key} is not taken from {self.path}, which has {value:.80}: a checkpoint never names code to"
-                " import. Give it, unless you want its default."
-            )
+            yield f"model.{key} is not taken from {self.path}, which has {value:.80}: {why}"
 
     def differences(self, final: Tree, given: Tree) -> Iterator[str]:
         """Yield a line for each setting in `final` that the user gave and that differs from the checkpoint."""

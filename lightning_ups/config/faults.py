@@ -127,7 +127,7 @@ class _Search:
             yield from self._incomplete(find_class(value, bases), {}, keys, layer)
         else:
             near = _nearest_choice(value, hint)
-            listed = f", as in [{value!r}]" if isinstance(value, str) and _takes_strings(hint) else ""
+            listed = f", as in [{value!r}]" if isinstance(value, str) and _takes_list_of_strings(hint) else ""
             cure = f"Did you mean {near!r}?" if near else f"It takes {_described(hint)}{listed}."
             yield f"{layer.place(*keys)}: {_dotted(keys)} is {value!r}. {cure}"
 
@@ -255,8 +255,7 @@ def _takes(hint: Any, base: type) -> bool:
     return any(isinstance(kind, type) and issubclass(kind, base) for kind in kinds)
 
 
-def _takes_strings(hint: Any) -> bool:
-    """Return whether `hint` takes a list of strings."""
+def _takes_list_of_strings(hint: Any) -> bool:
     return any(
         isinstance(get_origin(each), type) and issubclass(get_origin(each), Sequence) and get_args(each)[:1] == (str,)
         for each in members(hint)
