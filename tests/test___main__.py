@@ -69,8 +69,9 @@ def test_a_missing_file_is_refused_with_the_nearest_name(words, tmp_path, monkey
 @pytest.mark.parametrize("given", ["{}", "a: 1\nb: 2", "memory://run.yaml", "/dev/null", "", "--preset"])
 def test_what_is_no_missing_file_is_left_to_the_command(given, monkeypatch):
     monkeypatch.setattr(command_line, "_load", lambda module: sys.exit(5))
-    with pytest.raises(SystemExit):
-        main(["fit", "--config", given])
+    for words in (["--config", given], [f"--config={given}"], [f"-c={given}"]):
+        with pytest.raises(SystemExit):
+            main(["fit", *words])
 
 
 def of_children():
