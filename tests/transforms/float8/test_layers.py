@@ -112,16 +112,11 @@ def test_values_may_be_nested(recipe, layout):
         assert torch.equal(one, other)
 
 
-def exported(net, x):
-    torch.export.export(net, (x,))
-
-
-def exported_by_dynamo(net, x):
-    torch.export.export(net, (x,), strict=True)
-
-
-def traced(net, x):
-    torch.jit.trace(net, (x,))
+EXPORTS = {
+    "export": lambda net, x: torch.export.export(net, (x,)),
+    "export by dynamo": lambda net, x: torch.export.export(net, (x,), strict=True),
+    "trace": lambda net, x: torch.jit.trace(net, (x,)),
+}
 
 
 @pytest.fixture
@@ -135,7 +130,7 @@ def buffer_hooks():
 
 
 @pytest.mark.usefixtures("buffer_hooks")
-@pytest.mark.parametrize("export", [exported, exported_by_dynamo, traced])
+@pytest.mark.parametrize("export", EXPORTS.values(), ids=EXPORTS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_that_is_exported_says_what_to_export(recipe, export):
     with pytest.raises(Exception, match=r"exported.*Export after the fit.*state dict into a module"):

@@ -1,5 +1,5 @@
 import copy
-import io
+import pickle
 
 import pytest
 import torch
@@ -49,25 +49,14 @@ class TestComputedBy:
             linear(torch.randn(2, 4))
         assert not seen[0].any()
 
-    @pytest.mark.parametrize("copied", [copy.deepcopy, "pickle"])
+    @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda linear: pickle.loads(pickle.dumps(linear))])
     def test_a_copy_has_its_own_forward(self, copied):
         linear, value = Named(4, 4), torch.randn(2, 4)
         with computed_by(linear, zero):
-            if copied == "pickle":
-                buffer = io.BytesIO()
-                torch.save(linear, buffer)
-                buffer.seek(0)
-                twin = torch.load(buffer, weights_only=False)
-            else:
-                twin = copied(linear)
+            twin = copied(linear)
+            assert twin(value).any()
         assert type(twin) is Named
         assert torch.equal(twin(value), linear(value))
-
-    def test_a_shallow_copy_too(self):
-        linear, value = Named(4, 4), torch.randn(2, 4)
-        expected = linear(value)
-        with computed_by(linear, zero):
-            assert torch.equal(copy.copy(linear)(value), expected)
 
     def test_a_class_that_another_put_over_it_stays(self):
         linear, value = Named(4, 4), torch.randn(2, 4)
