@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
 
-from lightning.pytorch import LightningModule
 from torch import nn
 
 __all__ = ["Place", "repeated_backward", "uses_only_loss"]
@@ -104,6 +103,14 @@ _PLAIN_ATTRIBUTES = {
     *("config", "device", "dtype", "training", "eval", "train", "generate"),
     *("parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "state_dict"),
 }
+_BASES = (
+    "builtins",
+    "abc",
+    "typing",
+    "torch.nn.",
+    "lightning.pytorch.core.",
+    "lightning.fabric.",
+)  # of a LightningModule
 _NOT_IN_A_STEP = (
     "__init__",
     "configure_",
@@ -117,7 +124,7 @@ _NOT_IN_A_STEP = (
 )
 
 
-def uses_only_loss(model: LightningModule, name: str) -> bool:
+def uses_only_loss(model: nn.Module, name: str) -> bool:
     """Return whether the training step of ``model`` uses nothing but the loss of what its submodule ``name`` returns.
 
     That is certain only where the code is plain: each call has ``.loss``, ``["loss"]`` or ``[0]`` behind it, or its
@@ -134,7 +141,9 @@ def uses_only_loss(model: LightningModule, name: str) -> bool:
 def _functions_of_a_step(kind: type) -> Iterator[ast.FunctionDef]:
     """Yield the methods of a LightningModule that may run in its training step, nested functions apart."""
     known, reaches_overridden = set[str](), False
-    for base in kind.__mro__[: kind.__mro__.index(LightningModule)]:
+    for base in kind.__mro__:
+        if base.__module__.startswith(_BASES):
+            continue
         tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
         methods = [
             node for each in tree.body for node in ast.iter_child_nodes(each) if isinstance(node, ast.FunctionDef)

@@ -190,6 +190,16 @@ class Outside(Model):
         return helper(self, batch) + self.net(**batch).loss
 
 
+class Mixin:
+    def training_step(self, batch):
+        return self.net(**batch).logits.mean()
+
+
+class Mixed(Mixin, Model):
+    def more(self, batch):
+        return self.net(**batch).loss
+
+
 class Elsewhere(Chained):
     def more(self, batch):
         return self.net(**batch).logits
@@ -207,7 +217,21 @@ def helper(model, batch):
 
 @pytest.mark.parametrize(
     "kind",
-    [Logits, Passed, Returned, Kept, Unpacked, Aliased, ByMethod, ByName, Extends, Outside, Elsewhere, HalfForward],
+    [
+        Logits,
+        Passed,
+        Returned,
+        Kept,
+        Unpacked,
+        Aliased,
+        ByMethod,
+        ByName,
+        Extends,
+        Outside,
+        Mixed,
+        Elsewhere,
+        HalfForward,
+    ],
 )
 def test_more_than_the_loss_may_be_used(kind):
     assert not uses_only_loss(kind(), "net")
