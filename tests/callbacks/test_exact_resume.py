@@ -434,7 +434,7 @@ def test_a_checkpoint_of_a_run_without_it(tmp_path, loader, step):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         first = run(tmp_path, loader, ckpt_path=tmp_path / "c" / f"step={step}.ckpt", folder="again")
-    assert any("holds no position of the data" in str(each.message) for each in said)
+    assert any("has no position in the data" in str(each.message) for each in said)
     resumed = run(tmp_path, loader, ckpt_path=tmp_path / "again" / f"step={step + 2}.ckpt", folder="third", seed=99)
     assert resumed == first[2:]
 
@@ -446,7 +446,7 @@ def test_a_checkpoint_of_a_run_without_it_at_the_end_of_an_epoch(tmp_path, loade
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         first = run(tmp_path, loader, ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again")
-    assert any("holds no position of the data" in str(each.message) for each in said)
+    assert any("has no position in the data" in str(each.message) for each in said)
     assert len(first) == 12
     resumed = run(tmp_path, loader, ckpt_path=tmp_path / "again" / "step=8.ckpt", folder="third", seed=99)
     assert resumed == first[2:]
@@ -455,7 +455,7 @@ def test_a_checkpoint_of_a_run_without_it_at_the_end_of_an_epoch(tmp_path, loade
 def test_a_checkpoint_of_a_run_without_it_may_be_refused(tmp_path):
     run(tmp_path, stock(), callbacks=[], max_epochs=1)
     refusing = [ExactResume(on_unreplayable="refuse")]
-    with pytest.raises(ValueError, match=r"holds no position of the data.*after fit and not during it"):
+    with pytest.raises(ValueError, match=r"has no position in the data.*Trainer.save_checkpoint after fit"):
         run(tmp_path, stock(), ckpt_path=tmp_path / "c" / "step=2.ckpt", folder="again", callbacks=refusing)
 
 
@@ -599,7 +599,7 @@ def test_a_position_that_was_loaded_is_known_when_loaders_are_made_anew(tmp_path
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         run(tmp_path, stock(), ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again", **options)
-    assert not any("holds no position" in str(each.message) for each in said)
+    assert not any("has no position" in str(each.message) for each in said)
 
 
 class Tuned(Noisy):

@@ -70,8 +70,8 @@ def _required(module: str) -> Any:
             raise
         raise ImportError(
             f"{FEATURE} found Transformer Engine but could not load its libraries: {str(error.__cause__).rstrip('.')}."
-            " The package has a part that is compiled against torch and CUDA."
-            f" Install it where both are: pip install --no-build-isolation 'lightning-ups[{EXTRA}]'."
+            " Its libraries are compiled against torch and CUDA."
+            f" Install it in an environment with both: pip install --no-build-isolation 'lightning-ups[{EXTRA}]'."
         ) from error.__cause__
     _check_cudnn()
     return found

@@ -58,7 +58,7 @@ class Resumption:
         # the order of each loader's samples: in this run, and in the saved one
         self._orders: list[tuple[Any, Any]] = []
         self.taken: int | None = None
-        self._run, self._is_early = uuid4().hex, False  # the flag: the last state is from before a loaded one was used
+        self._run, self._is_early = uuid4().hex, False  # the flag: `state` ran before a loaded state was used
 
     # Following loaders
 
@@ -86,9 +86,9 @@ class Resumption:
         if saved is None and (counted or at_end):
             self._at_end = at_end
             self.name(
-                "the checkpoint holds no position of the data, which is read from its beginning: it was saved without"
-                " exact resuming, or by Trainer.save_checkpoint after fit and not during it, as ModelCheckpoint saves",
-                cure="Let ModelCheckpoint save in a run that has this.",
+                "the checkpoint has no position in the data, so data are read from the beginning: it was saved without"
+                " exact resuming, or with Trainer.save_checkpoint after fit",
+                cure="Save with ModelCheckpoint in a run with exact resuming.",
             )
         if saved is not None:
             self._take_up(saved)
@@ -270,7 +270,7 @@ class Resumption:
         self._named.update(new)
         text = (
             f"A resumed run may differ from one that was not interrupted: {'; '.join(new)}."
-            " What is not in a checkpoint, and cannot be drawn again, cannot be replayed."
+            " State that is not in the checkpoint cannot be replayed."
         )
         if self.refuses:
             raise ValueError(f"{text} {cure[:-1]}, or set on_unreplayable='warn'.")
