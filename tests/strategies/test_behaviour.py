@@ -294,7 +294,7 @@ def copied(tmp_path):
 
 
 def test_a_copy_of_a_sharded_module_is_refused_with_the_cure(ranks, tmp_path):
-    with pytest.raises(AssertionError, match=r"(?s)Case is sharded and cannot be copied.*build the module anew"):
+    with pytest.raises(AssertionError, match=r"(?s)Case is sharded and cannot be copied.*create a new module"):
         ranks(copied, tmp_path)
 
 
