@@ -79,14 +79,14 @@ def installed(package: str) -> str | None:
 
 
 def host() -> dict[str, Any]:
-    """Return the processor, the cores that this process may use, and the memory, in bytes."""
+    """Return the processor, the cores that this process may use, and the memory, in bytes (None on Windows)."""
     return {
         "name": platform.node(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": os.cpu_count() or 1,
         "usable_cores": usable_cores(),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
         "memory_limit": _number("/sys/fs/cgroup/memory.max"),
         "shared_memory": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
     }

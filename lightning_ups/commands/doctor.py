@@ -148,8 +148,9 @@ def _print(report: dict[str, Any], console: Console) -> None:
 
 def _machine_lines(machine: dict[str, Any]) -> Iterator[Text]:
     host, versions = machine["host"], machine["versions"]
-    memory = min(host["memory"], host["memory_limit"] or host["memory"])
-    yield Text(f"  {host['processor']}, {host['usable_cores']} of {host['cores']} cores usable, {_gib(memory)} GiB")
+    memory = min(filter(None, (host["memory"], host["memory_limit"])), default=None)
+    size = f", {_gib(memory)} GiB" if memory else ""
+    yield Text(f"  {host['processor']}, {host['usable_cores']} of {host['cores']} cores usable{size}")
     for gpu in machine["gpus"]:
         yield Text(f"  GPU {gpu['index']}: {', '.join(_gpu(gpu))}")
     if not machine["gpus"]:

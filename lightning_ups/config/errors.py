@@ -19,6 +19,7 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 # Packages whose frames are not the user's code.
 _LIBRARIES = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "torch", "contextlib", "functools"}
 _FILE_SYSTEMS = {"os", "pathlib", "fsspec", "s3fs", "gcsfs", "adlfs"}
+_SIGPIPE = 13  # `signal` has no such name on Windows
 _RESTORES = "_CheckpointConnector"  # Lightning's class that restores a checkpoint
 # Lightning raises this for a wrong setting; some of its functions raise other types for one.
 _REFUSAL = "MisconfigurationException"
@@ -37,7 +38,7 @@ def report_errors(run: Callable[[], int], *, debug: bool) -> int:
             raise
         for output in closed:  # or Python fails when it flushes them at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
-        return 128 + signal.SIGPIPE
+        return 128 + _SIGPIPE
 
 
 def _report_errors(run: Callable[[], int], *, debug: bool) -> int:
@@ -55,7 +56,7 @@ def _report_errors(run: Callable[[], int], *, debug: bool) -> int:
         if type(stop).__name__ == "SIGTERMException":
             return _signaled("Terminated by SIGTERM.", signal.SIGTERM)
         if isinstance(stop.__context__, BrokenPipeError):  # rich has replaced stdout, and exits
-            return 128 + signal.SIGPIPE
+            return 128 + _SIGPIPE
         raise
     except Exception as error:
         text = short_text(error)
