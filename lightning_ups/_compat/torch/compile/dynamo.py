@@ -58,6 +58,7 @@ __all__ = [
     "is_of_user",
     "is_off",
     "is_static",
+    "lacks_compiler",
     "is_watched",
     "is_written_to",
     "load_artifacts",
@@ -250,6 +251,11 @@ def _break(reason: Any) -> str:
     where = next((frame for frame in reversed(reason.user_stack or ()) if is_of_user(frame.filename)), None)
     place = f" ({os.path.basename(where.filename)}:{where.lineno})" if where is not None else ""
     return f"{_first_line(lines[0]) if lines else 'no reason given'}{place}{first_hint(reason.reason)}"
+
+
+def lacks_compiler(error: Exception) -> bool:
+    """Return whether inductor found no C++ compiler."""
+    return "InvalidCxxCompiler" in str(error)
 
 
 def first_hint(text: str) -> str:
