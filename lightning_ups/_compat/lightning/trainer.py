@@ -17,11 +17,9 @@ __all__ = [
     "class_settings",
     "config_of_cli",
     "linked",
-    "linked_late",
     "setting_types",
     "stand_in_for_pytorch_lightning",
     "trainer_of",
-    "variables",
 ]
 
 _NO_SETTING = {"_HelpAction", "_ActionHelpClassPath", "_ActionPrintConfig", "_ActionConfigLoad"}
@@ -78,19 +76,6 @@ def linked(parser: Any) -> set[str]:
     """Return each key whose value is linked from another key, or from another object."""
     links = getattr(parser, "_links_group", None)
     return {link.target[0] for link in links._group_actions} if links else set()
-
-
-def linked_late(parser: Any) -> set[str]:
-    """Return each key whose value is linked from another object after that is created."""
-    links = getattr(parser, "_links_group", None)
-    return {link.target[0] for link in links._group_actions if link.apply_on == "instantiate"} if links else set()
-
-
-def variables(parser: Any) -> dict[str, str]:
-    """Map each key that a jsonargparse parser reads from the environment to its variable."""
-    from jsonargparse._formatters import get_env_var
-
-    return {action.dest: get_env_var(parser, action) for action in parser._actions} if parser.default_env else {}
 
 
 def class_settings(kind: Callable[..., Any]) -> dict[str, Any]:

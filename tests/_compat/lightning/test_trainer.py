@@ -14,7 +14,6 @@ from lightning_ups._compat.lightning.trainer import (
     setting_types,
     stand_in_for_pytorch_lightning,
     trainer_of,
-    variables,
 )
 from tests.cli_toys import Toy
 
@@ -101,18 +100,6 @@ def test_setting_types():
     assert types["plain"] is int
     assert types["trainer.fast_dev_run"] == int | bool or "trainer.fast_dev_run" in types
     assert not {"help", "trainer", "trainer.callbacks.help"} & {*types}
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_variables(reads, monkeypatch):
-    parser = LightningArgumentParser(exit_on_error=False, default_env=reads, env_prefix="MINE")
-    parser.add_lightning_class_args(Trainer, "trainer")
-    found = variables(parser)
-    assert bool(found) is reads
-    if reads:
-        monkeypatch.setenv(found["trainer.max_steps"], "3")
-        assert found["trainer.max_steps"] == "MINE_TRAINER__MAX_STEPS"
-        assert parser.parse_args([]).trainer.max_steps == 3
 
 
 def test_class_settings():
