@@ -523,7 +523,7 @@ class _Block:
         return outputs
 
     def _wants_all(self, module: nn.Module) -> bool:
-        return torch.is_grad_enabled() and (bool(module._forward_hooks) or not self._run.in_step())
+        return torch.is_grad_enabled() and (dynamo.has_forward_hooks(module) or not self._run.in_step())
 
     def _unsettled(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         phase = _phase()

@@ -98,11 +98,6 @@ def _called(function: FunctionType, names: list[str]) -> Iterator[FunctionType]:
                 yield each
 
 
-# What may be read of a model beside its outputs. Other methods may call its forward.
-_PLAIN_ATTRIBUTES = {
-    *("config", "device", "dtype", "training", "eval", "train", "generate"),
-    *("parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "state_dict"),
-}
 _BASES = (
     "builtins",
     "abc",
@@ -111,85 +106,110 @@ _BASES = (
     "lightning.pytorch.core.",
     "lightning.fabric.",
 )  # of a LightningModule
-_NOT_IN_A_STEP = (
-    "__init__",
-    "configure_",
-    "on_",
-    "validation_",
-    "test_",
-    "predict_",
-    "setup",
-    "teardown",
-    "prepare_data",
-)
+# Hooks in which all outputs may be used: no other method may call them.
+_EVALUATES = {"validation_step", "test_step", "predict_step"}
+# What may be read of a model beside its outputs. Other methods may call its forward.
+_PLAIN_ATTRIBUTES = {
+    *("config", "device", "dtype", "training", "eval", "train", "generate"),
+    *("parameters", "named_parameters", "buffers", "named_buffers", "state_dict"),
+}
+_PLAIN_DECORATORS = {"override", "staticmethod", "classmethod", "property"}
+# By these names code finds a submodule without naming it.
+_WAYS_IN = {
+    *("getattr", "vars", "__dict__", "__call__", "forward", "lightning_module", "get_submodule"),
+    *("modules", "named_modules", "children", "named_children", "_modules"),
+}
 
 
 def uses_only_loss(model: nn.Module, name: str) -> bool:
     """Return whether the training step of ``model`` uses nothing but the loss of what its submodule ``name`` returns.
 
-    That is certain only where the code is plain: each call has ``.loss``, ``["loss"]`` or ``[0]`` behind it, or its
-    result is assigned to a variable that is read in no other way. Whatever else is done with the submodule, or with
-    ``self`` as a whole, counts as a use of all outputs.
+    That is certain only where all methods of the class are plain: each call of the submodule has ``.loss`` or
+    ``["loss"]`` behind it, or its result is assigned to a variable of which nothing else is read. Whatever else is done
+    with the submodule, or with ``self`` as a whole, counts as a use of all outputs.
     """
-    try:
-        outputs = [_Outputs(function, name) for function in _functions_of_a_step(type(model))]
-    except (OSError, TypeError, SyntaxError):  # there is no source, as of a class that was made by exec
+    bases = [base for base in type(model).__mro__ if not base.__module__.startswith(_BASES)]
+    if {"training_step", "forward"} & vars(model).keys() or any("forward" in vars(base) for base in bases):
         return False
+    outputs = []
+    for method in (method for base in bases for value in vars(base).values() for method in _functions(value)):
+        if method.__name__ in _EVALUATES:
+            continue
+        tree = _source(method)
+        if tree is None:
+            return False
+        outputs.append(_Outputs(tree, name))
     return all(each.are_losses for each in outputs) and any(each.called for each in outputs)
 
 
-def _functions_of_a_step(kind: type) -> Iterator[ast.FunctionDef]:
-    """Yield the methods of a LightningModule that may run in its training step, nested functions apart."""
-    known, reaches_overridden = set[str](), False
-    for base in kind.__mro__:
-        if base.__module__.startswith(_BASES):
-            continue
-        tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        methods = [
-            node for each in tree.body for node in ast.iter_child_nodes(each) if isinstance(node, ast.FunctionDef)
-        ]
-        methods = [m for m in methods if not m.name.startswith(_NOT_IN_A_STEP)]
-        yield from (m for m in methods if reaches_overridden or m.name not in known)
-        known |= {m.name for m in methods}
-        names = {n.id for m in methods for n in ast.walk(m) if isinstance(n, ast.Name)}
-        reaches_overridden = reaches_overridden or "super" in names
+def _source(function: FunctionType) -> ast.FunctionDef | None:
+    """Return the source of ``function`` if it can be had, and is what the function was made of."""
+    try:
+        module = ast.parse("class _:\n" + textwrap.indent(textwrap.dedent(inspect.getsource(function)), " "))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    (body,) = module.body
+    tree = body.body[0] if isinstance(body, ast.ClassDef) else None
+    if not isinstance(tree, ast.FunctionDef):
+        return None
+    made = [code for code in _codes(compile(module, "", "exec")) if code.co_name == function.__name__]
+    is_it = any(
+        code.co_code == function.__code__.co_code and code.co_names == function.__code__.co_names for code in made
+    )
+    return tree if is_it else None
 
 
 class _Outputs:
-    """What a function does with what the submodule ``name`` of its first argument returns."""
+    """What a method does with what the submodule ``name`` of its first argument returns."""
 
     def __init__(self, function: ast.FunctionDef, name: str) -> None:
         first = [*function.args.posonlyargs, *function.args.args][:1]
         self._self, self._name, self._function = first[0].arg if first else "", name, function
         self._parents = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
         self.called = False
-        self.are_losses = all(map(self._is_plain, ast.walk(function)))
+        decorators = {_last_name(each) for each in function.decorator_list}
+        self.are_losses = decorators <= _PLAIN_DECORATORS and all(map(self._is_plain, ast.walk(function)))
 
     def _is_plain(self, node: ast.AST) -> bool:
         parent = self._parents.get(node)
-        if isinstance(node, ast.Constant) and node.value == self._name:
-            return False  # as in getattr(self, "net")
-        if isinstance(node, ast.Name) and node.id == self._self:
-            if isinstance(parent, ast.Call) and parent.func is node:
-                return self._is_loss(parent)
-            return isinstance(parent, ast.Attribute)
-        if self._is_attribute(node, self._name):
-            if isinstance(parent, ast.Call) and parent.func is node:
-                self.called = True
-                return self._is_loss(parent)
-            return isinstance(parent, ast.Attribute) and parent.attr in _PLAIN_ATTRIBUTES
-        if self._is_attribute(node, "forward"):
-            return isinstance(parent, ast.Call) and self._is_loss(parent)
-        return True
+        if isinstance(node, ast.Constant):
+            return node.value != self._name  # as in operator.attrgetter("net")
+        if isinstance(node, ast.Name):
+            if node.id == "super":
+                call = self._parents[parent] if parent is not None else None
+                return isinstance(call, ast.Attribute) and call.attr == "__init__"
+            return node.id not in _WAYS_IN and (node.id != self._self or isinstance(parent, ast.Attribute))
+        if not isinstance(node, ast.Attribute):
+            return True
+        if node.attr in _WAYS_IN | _EVALUATES:
+            return False
+        if node.attr != self._name:
+            return True
+        if not (isinstance(node.value, ast.Name) and node.value.id == self._self):
+            return False
+        if isinstance(node.ctx, ast.Store):
+            return self._is_only_name(node)
+        if isinstance(parent, ast.Call) and parent.func is node:
+            self.called = True
+            return self._is_loss(parent)
+        return isinstance(parent, ast.Attribute) and parent.attr in _PLAIN_ATTRIBUTES
 
-    def _is_attribute(self, node: ast.AST, name: str) -> bool:
-        owner = node.value if isinstance(node, ast.Attribute) and node.attr == name else None
-        return isinstance(owner, ast.Name) and owner.id == self._self and isinstance(node.ctx, ast.Load)  # type: ignore[attr-defined]
+    def _is_only_name(self, target: ast.Attribute) -> bool:
+        """Return whether no variable keeps what is assigned to ``target`` for another use."""
+        assignment: ast.AST = target
+        while not isinstance(assignment, ast.Assign):
+            if not isinstance(assignment, (ast.Attribute, ast.Tuple)):
+                return False
+            assignment = self._parents[assignment]
+        values = assignment.value.elts if isinstance(assignment.value, ast.Tuple) else [assignment.value]
+        names = {value.id for value in values if isinstance(value, ast.Name)}
+        reads = [n for n in ast.walk(self._function) if isinstance(n, ast.Name) and n.id in names]
+        return all(
+            n in values or isinstance(n.ctx, ast.Store) or isinstance(self._parents[n], ast.Attribute) for n in reads
+        )
 
     def _is_loss(self, call: ast.Call) -> bool:
         parent = self._parents[call]
-        if isinstance(parent, ast.Return):
-            return self._function.name == "forward"  # whose callers are looked at
         if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0], ast.Name):
             variable = parent.targets[0].id
             reads = [n for n in ast.walk(self._function) if isinstance(n, ast.Name) and n.id == variable]
@@ -197,8 +217,13 @@ class _Outputs:
         return _takes_loss(call, parent)
 
 
+def _last_name(node: ast.expr) -> str:
+    node = node.func if isinstance(node, ast.Call) else node
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
 def _takes_loss(node: ast.AST, parent: ast.AST) -> bool:
     if isinstance(parent, ast.Attribute):
-        return parent.attr == "loss"
+        return parent.attr == "loss" and isinstance(parent.ctx, ast.Load)
     is_item = isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.slice, ast.Constant)
-    return is_item and parent.slice.value in ("loss", 0)  # type: ignore[attr-defined]
+    return is_item and parent.slice.value == "loss" and isinstance(parent.ctx, ast.Load)  # type: ignore[attr-defined]

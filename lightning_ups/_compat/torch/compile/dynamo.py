@@ -26,6 +26,7 @@ from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler._cache import CacheArtifactManager, CacheInfo
+from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 from typing_extensions import override
@@ -52,6 +53,7 @@ __all__ = [
     "first_hint",
     "guard_kind",
     "guarding_each_parameter",
+    "has_forward_hooks",
     "has_new_artifacts",
     "is_compiler_error",
     "is_fake",
@@ -251,6 +253,11 @@ def _break(reason: Any) -> str:
     where = next((frame for frame in reversed(reason.user_stack or ()) if is_of_user(frame.filename)), None)
     place = f" ({os.path.basename(where.filename)}:{where.lineno})" if where is not None else ""
     return f"{_first_line(lines[0]) if lines else 'no reason given'}{place}{first_hint(reason.reason)}"
+
+
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a hook is given what the forward of ``module`` returns."""
+    return bool(module._forward_hooks or global_forward_hooks)
 
 
 def lacks_compiler(error: Exception) -> bool:
