@@ -160,7 +160,7 @@ PATCHES = {
         only_speed=True,
         versions="<2.13",
     ),
-    "torch.nn.functional:cross_entropy": Patch(
+    "torch._C._nn:cross_entropy_loss": Patch(
         "compiled-speed", "test_a_large_cross_entropy_in_a_step_is_compiled", only_speed=True
     ),
     "torch._inductor.compile_fx:cudagraphify": Patch(

@@ -130,7 +130,6 @@ INCLUDE = {"plugins": [Float8Precision(emulate=True, include=["blocks.*.1"])]}
         ({}, {"dry": True, "recipes": ["current"]}, "no recipe 'current'.*te-current"),
         (INCLUDE, {"dry": True, "head": True}, r"include=\['blocks\.\*\.1'\], head=True"),
     ],
-    ids=str,
 )
 def test_wrong_options(settings, asked, message):
     with pytest.raises((ValueError, RuntimeError), match=message):

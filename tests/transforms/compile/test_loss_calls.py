@@ -1,7 +1,10 @@
+import pickle
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -12,6 +15,7 @@ from lightning_ups.transforms.compile.loss_calls import large_cross_entropies
 from tests.callbacks.test_compile import Classifier, Look
 from tests.toys import loader, trainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 LOGITS, TARGET = torch.randn(4, 8), torch.arange(4)
 
 
@@ -32,13 +36,12 @@ class Calls(Classifier):
 @pytest.mark.parametrize(("losses", "graphs"), [(None, 2), (False, 1)])
 @pytest.mark.parametrize("kind", [Calls, Classifier])
 def test_a_large_cross_entropy_in_a_step_is_compiled(tmp_path, losses, graphs, kind):
-    stock, expected, model, look = F.cross_entropy, kind(), kind(), Look()
+    expected, model, look = kind(), kind(), Look()
     trainer(tmp_path).fit(expected, loader(4))
     compile_ = Compile(scope="auto", losses=losses, backend="aot_eager")
     trainer(tmp_path, callbacks=[compile_, look]).fit(model, loader(4))
     assert look.facts["graphs"] == graphs
     assert model.losses == expected.losses
-    assert F.cross_entropy is stock
 
 
 def test_a_second_run_has_the_graphs_of_the_first(tmp_path):
@@ -53,6 +56,12 @@ class RefusedError(Exception):
     pass
 
 
+def by_forward_ad():
+    with forward_ad.dual_level():
+        loss = F.cross_entropy(forward_ad.make_dual(LOGITS, torch.ones(4, 8)), TARGET)
+        return forward_ad.unpack_dual(loss).tangent
+
+
 def refuse(modules):
     raise RefusedError
 
@@ -64,6 +73,9 @@ def refuse(modules):
         pytest.param(lambda: torch.compile(F.cross_entropy, backend="aot_eager")(LOGITS, TARGET), id="compiled"),
         pytest.param(lambda: checkpoint(F.cross_entropy, LOGITS, TARGET, use_reentrant=False), id="checkpoint"),
         pytest.param(lambda: torch.func.grad(F.cross_entropy)(LOGITS, TARGET).sum(), id="torch.func"),
+        pytest.param(by_forward_ad, id="forward AD"),
+        pytest.param(lambda: torch.jit.trace(F.cross_entropy, (LOGITS, TARGET))(LOGITS, TARGET), id="traced"),
+        pytest.param(lambda: torch.jit.script(nn.CrossEntropyLoss())(LOGITS, TARGET), id="script"),
         pytest.param(lambda: F.cross_entropy(nn.Parameter(LOGITS), TARGET), id="parameter"),
     ],
 )
@@ -75,6 +87,25 @@ def test_others_are_left_as_they_are(call):
             F.cross_entropy(input=LOGITS, target=TARGET)
     with large_cross_entropies(None):
         assert torch.equal(F.cross_entropy(LOGITS, TARGET), nn.CrossEntropyLoss()(LOGITS, TARGET))
+
+
+def test_the_function_can_be_pickled():
+    with large_cross_entropies(refuse):
+        assert pickle.loads(pickle.dumps(F.cross_entropy)) is F.cross_entropy
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight": torch.rand(8)}, {"ignore_index": 1}, {"label_smoothing": 0.2}, {"target": LOGITS.softmax(1)}],
+)
+def test_all_arguments_reach_it(reduction, options):
+    kinds = []
+    options = {"target": TARGET, "reduction": reduction, **options}
+    expected = F.cross_entropy(LOGITS, **options)
+    with large_cross_entropies(lambda modules: kinds.extend(map(type, modules.values()))):
+        assert torch.equal(F.cross_entropy(LOGITS, **options), expected)
+    assert kinds == [loss_calls.CrossEntropy]
 
 
 class Tokens(LightningModule):

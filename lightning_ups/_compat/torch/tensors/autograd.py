@@ -13,6 +13,7 @@ from torch._C._functorch import TransformType
 from torch._functorch import config
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -37,6 +38,7 @@ __all__ = [
     "has_values",
     "hidden_from_dynamo",
     "in_backward",
+    "in_forward_ad",
     "in_torch_func",
     "keeps_graph",
     "operators_seen_by",
@@ -95,6 +97,11 @@ def in_backward() -> bool:
 def in_torch_func() -> bool:
     """Return whether a transform of `torch.func`, such as ``vmap``, ``grad`` or ``jvp``, is active."""
     return torch._C._are_functorch_transforms_active()
+
+
+def in_forward_ad() -> bool:
+    """Return whether a level of forward-mode differentiation is open."""
+    return forward_ad._current_level >= 0
 
 
 def differentiated_by_torch_func() -> bool:
