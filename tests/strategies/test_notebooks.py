@@ -33,7 +33,7 @@ trainer = L.Trainer(
     strategy="fsdp2", accelerator="cpu", devices=2, max_steps=2, enable_progress_bar=False, enable_checkpointing=False,
 )
 trainer.fit(Net(), loader())
-print("ENDED", trainer.global_step, trainer.world_size)
+print(f"ENDED {trainer.global_step} {trainer.world_size}\\n", end="")
 """
 
 
@@ -70,4 +70,4 @@ def test_several_devices_are_refused_with_cells_that_train_when_pasted(tmp_path)
     assert error.startswith("ValueError: FSDP2Strategy ")
     assert "%%writefile train.py\n" in error
     assert error.endswith(f"\n!{sys.executable} train.py")
-    assert out.count("\nENDED 2 2") == 2, out
+    assert out.count("ENDED 2 2\n") == 2, out

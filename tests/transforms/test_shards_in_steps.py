@@ -26,7 +26,7 @@ def differentiated():
     shard, x = shard_of(torch.ones(4, 2)), torch.ones(2, requires_grad=True)
     with refusing_gradients_of_shards("training_step"):
         (slope,) = torch.autograd.grad((x * 3).sum(), x)
-        with pytest.raises(RuntimeError, match=r"^training_step asks .*Use strategy='ddp'\.$"):
+        with pytest.raises(RuntimeError, match=r"^training_step calls .*Use strategy='ddp'\.$"):
             torch.autograd.grad((shard * 2).full_tensor().sum(), [shard])
     torch.autograd.grad((shard * 2).full_tensor().sum(), [shard])
     return slope.tolist()

@@ -125,7 +125,7 @@ def uses_only_loss(model: nn.Module, name: str) -> bool:
     """Return whether the training step of ``model`` uses nothing but the loss of what its submodule ``name`` returns.
 
     That is certain only where all methods of the class are plain: each call of the submodule has ``.loss`` or
-    ``["loss"]`` behind it, or its result is assigned to a variable of which nothing else is read. Whatever else is done
+    ``["loss"]`` behind it, or its result is assigned to a variable that is read in no other way. Whatever else is done
     with the submodule, or with ``self`` as a whole, counts as a use of all outputs.
     """
     bases = [base for base in type(model).__mro__ if not base.__module__.startswith(_BASES)]
