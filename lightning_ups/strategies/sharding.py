@@ -364,7 +364,8 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         if count > 1:
             raise ValueError(
                 f"{type(self).__name__} cannot start {count} processes from a notebook; one device works there."
-                " Collect model, data and Trainer in one cell whose first line is: %%writefile train.py"
+                " Collect imports (lightning_ups among them), model, data and Trainer in one cell whose first line is:"
+                " %%writefile train.py"
                 f"\nThen run it in the next cell:\n!{shlex.quote(sys.executable)} train.py"
             )
         self._launcher = None  # nothing to start; Lightning refuses this launcher in notebooks
