@@ -267,8 +267,8 @@ def _written_to(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} writes in place to a result that ActivationCheckpoint keeps for backward."
         " Kept results must not change: the second run would use other values, and gradients would be wrong."
-        " Use save='nothing', or leave the result as it is: write `x = x * y` instead of `x *= y`, and nn.ReLU() instead"
-        " of nn.ReLU(inplace=True)."
+        " Use save='nothing', or leave the result as it is: write `x = x * y` instead of `x *= y`, and nn.ReLU()"
+        " instead of nn.ReLU(inplace=True)."
     )
 
 
