@@ -1,6 +1,7 @@
 """Where the files of a run lie, which loggers keep copies of them, and the images in files of loggers."""
 
 import re
+import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -105,7 +106,11 @@ def _to_mlflow(logger: Any, paths: Sequence[Path]) -> None:
 def _to_wandb(logger: Any, paths: Sequence[Path]) -> None:
     for path in paths:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            logger.experiment.save(str(file.absolute()), base_path=str(path.parent.absolute()), policy="now")
+            # In W&B's own folder: a file elsewhere becomes a link there, which it warns of.
+            copy = Path(logger.experiment.dir, file.relative_to(path.parent))
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+            logger.experiment.save(str(copy), base_path=logger.experiment.dir, policy="now")
 
 
 def _to_comet(logger: Any, paths: Sequence[Path]) -> None:

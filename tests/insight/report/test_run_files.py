@@ -144,6 +144,7 @@ def test_wandb_keeps_manifest_and_report(tmp_path):
     (kept,) = (tmp_path / "wandb-logs" / "wandb").glob("offline-run-*/files")
     assert json.loads((kept / "manifest.json").read_text()) == json.loads(manifest.read_text())
     assert (kept / "report.html").read_text() == report.read_text()
+    assert not any(file.is_symlink() for file in kept.rglob("*"))  # of which W&B warns
 
 
 def test_a_store_that_is_not_reached_ends_no_run(tmp_path, monkeypatch):
