@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,13 @@ def main(argv: Sequence[str]) -> int:
         )
     output = _empty(asked.output)
     export = _as_one_file if asked.format == "torch" else _as_safetensors
-    for file in export(path, output, asked):
+    try:
+        written = export(path, output, asked)
+    except BaseException:
+        with suppress(OSError):  # where something was written
+            output.rmdir()
+        raise
+    for file in written:
         print(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -223,6 +223,7 @@ def test_errors(tmp_path, monkeypatch, words, message):
     with pytest.raises((ValueError, OSError), match=message):
         main(["--checkpoint", "w.ckpt", "--output", "o", *words])
     assert not [*tmp_path.rglob("*.safetensors")]
+    assert not (tmp_path / "o").exists()
 
 
 def test_a_checkpoint_is_checked_without_writing_anything(tmp_path, capsys):
