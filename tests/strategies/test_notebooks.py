@@ -37,13 +37,19 @@ print(f"ENDED {trainer.global_step} {trainer.world_size}\\n", end="")
 """
 
 
+def _outside_a_group():
+    """Return the environment without what a test of several processes has left in it."""
+    names = ("MASTER_", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "TORCHELASTIC")
+    return {name: value for name, value in os.environ.items() if not name.startswith(names)}
+
+
 def run(folder, *cells):
     """Run cells in a shell of their own, and return what they print."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SHELL],
         input=json.dumps(cells),
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env={**_outside_a_group(), "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder / "ipython")},
         capture_output=True,
         text=True,
         check=False,
