@@ -217,8 +217,8 @@ class MasterWeights:
         low = str(self.dtype).removeprefix("torch.")
         self._tell(
             f"{len(names)} parameters, {names[0]} among them, are written in place in one step after another, beside"
-            f" the optimizer. What is written is rounded to {low}, in which changes of less than about 1/256 of a value"
-            " are lost, such as those of a moving average. Set weights='autocast' in the precision, or in_float32="
+            f" the optimizer. Written values are rounded to {low}, which loses changes smaller than about 1/256 of a"
+            " value, such as those of a moving average. Set weights='autocast' in the precision, or in_float32="
             f"['{names[0].rpartition('.')[0] or names[0]}']."
         )
 

@@ -27,7 +27,7 @@ def check_tokens(tokens: int | None, *, said: str) -> None:
     """Refuse a number of ``tokens`` that is none, in the words in which it was ``said``."""
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
         raise ValueError(
-            f"{said} is no number of rows, mostly batch size times sequence length."
+            f"{said} is not a valid number of rows, which is usually batch size times sequence length."
             " Give a whole number of 1 or more, or leave it out: a step with the first batch shows it."
         )
 

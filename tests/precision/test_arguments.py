@@ -14,7 +14,11 @@ BOTH = pytest.mark.parametrize("kind", [Float8Precision, TEPrecision])
     [
         ({"tokens": 4096}, "(filter='all', tokens=4096) would not look at tokens", "Use filter='auto'"),
         ({"table": Path("times.json")}, "(filter='all', table='times.json')", "Use filter='auto', or leave table out."),
-        ({"filter": "auto", "tokens": 0}, "(tokens=0) is no number of rows", "Give a whole number of 1 or more"),
+        (
+            {"filter": "auto", "tokens": 0},
+            "(tokens=0) is not a valid number of rows",
+            "Give a whole number of 1 or more",
+        ),
         ({"filter": "auto", "tokens": "4096"}, "(tokens='4096')", "Give a whole number of 1 or more"),
         ({"filter": "auto", "table": ""}, "(table='') is an empty path.", "Name one, or leave table out."),
         ({"filter": "fast"}, "(filter='fast') is not a known choice.", "Use one of ('all', 'auto')."),

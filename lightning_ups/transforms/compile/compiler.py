@@ -634,7 +634,7 @@ class _Block:
                 " A run was ended while it compiled, and what it left in the compiler's cache is found there again."
                 " Delete that file; the next run compiles it anew."
             ) from failure
-        if dynamo.lacks_compiler(failure) and self._run.on_failure == "raise":
+        if dynamo.lacks_compiler(str(failure)) and self._run.on_failure == "raise":
             # Whose reason says what to install.
             raise RuntimeError(f"Compile failed on {self.group}, in {phase}: {_reason(failure)}.") from failure
         if self._run.on_failure == "raise":

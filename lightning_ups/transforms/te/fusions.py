@@ -47,7 +47,7 @@ class Fusion:
         as_patterns(self.first)
         complete = bool(self.first) and self.second is not None
         if bool(self.linears) == (self.mlp is not None) or (self.mlp is not None and not complete):
-            raise ValueError(f"{self} is no whole fusion. Give linears=[...], or mlp=..., first=[...] and second=....")
+            raise ValueError(f"{self} is incomplete. Give linears=[...], or mlp=..., first=[...] and second=....")
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def test_patterns_that_do_not_fit(fusion, text):
     [{}, {"linears": ["a"], "mlp": "b"}, {"mlp": "b"}, {"mlp": "b", "first": ["c"]}, {"mlp": "b", "second": "c"}],
 )
 def test_half_a_fusion_is_refused(options):
-    with pytest.raises(ValueError, match=r"no whole fusion.*Give linears=\[...\]"):
+    with pytest.raises(ValueError, match=r"is incomplete.*Give linears=\[...\]"):
         Fusion(norm="n", **options)
 
 

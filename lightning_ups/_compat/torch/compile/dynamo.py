@@ -260,14 +260,14 @@ def has_forward_hooks(module: torch.nn.Module) -> bool:
     return bool(module._forward_hooks or global_forward_hooks)
 
 
-def lacks_compiler(error: Exception) -> bool:
-    """Return whether inductor found no C++ compiler."""
-    return "InvalidCxxCompiler" in str(error)
+def lacks_compiler(text: str) -> bool:
+    """Return whether ``text``, of an error, says that inductor found no C++ compiler."""
+    return "InvalidCxxCompiler" in text
 
 
 def first_hint(text: str) -> str:
     """Return Dynamo's first hint that says what to do, preceded by a full stop, or an empty string."""
-    if "InvalidCxxCompiler" in text:  # Inductor's, which gives no hint
+    if lacks_compiler(text):  # Inductor's, which gives no hint
         return ". Hint: install a C++ compiler, such as by apt-get install g++, or leave Compile out"
     hints = [line.strip() for line in text.splitlines() if line.strip().startswith("Hint: ")]
     return next((f". {hint}" for hint in hints if "is fundamental" not in hint and "report an issue" not in hint), "")
