@@ -22,6 +22,7 @@ from lightning_ups.insight.advise import (
     timer_on,
 )
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Weights
+from lightning_ups.order.arguments import OnNoEffect, check_on_no_effect
 from lightning_ups.precision.arguments import Filter, check_head, check_timed
 from lightning_ups.transforms.blocks import as_patterns
 from lightning_ups.transforms.casting import refused_autocast
@@ -47,6 +48,7 @@ class ConvertingPrecision(PolicyPrecision):
         table: str | Path | None,
         weights: Weights,
         in_float32: Sequence[str],
+        on_no_effect: OnNoEffect,
     ) -> None:
         super().__init__(DtypePolicy.bf16_mixed(in_float32=in_float32), name="bf16-mixed", weights=weights)
         check_head(type(self).__name__, head=head, include=include)
@@ -55,6 +57,7 @@ class ConvertingPrecision(PolicyPrecision):
         self.exclude, self.head = as_patterns(exclude), head
         self.filter: Filter = filter
         self.tokens, self.table = tokens, table
+        self.on_no_effect: OnNoEffect = check_on_no_effect(on_no_effect, of=type(self).__name__)
         self.timer: Timer | None = None  # None: on the device
         self.advice: Advice | None = None
         self.conversion: Any = None

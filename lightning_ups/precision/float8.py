@@ -1,6 +1,6 @@
 """Float8 matrix products over bfloat16 computation and float32 masters."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from lightning_ups._compat.lightning.trainer import trainer_of
 from lightning_ups.insight.advise import decide_on_rank0
 from lightning_ups.kernels.float8_casts import HAS_KERNELS
 from lightning_ups.order import PrecisionCapabilities, Report, Run, Stage, Weights
+from lightning_ups.order.arguments import OnNoEffect, raise_or_warn
 from lightning_ups.precision.arguments import Filter
 from lightning_ups.precision.converting import ConvertingPrecision
 from lightning_ups.transforms.casting import kept_in_float32, within
@@ -71,10 +72,11 @@ class Float8Precision(ConvertingPrecision):
             bfloat16 over float32 ``"masters"``, which takes less memory.
         in_float32: Patterns of submodules that compute in float32 all the same, as for `BF16Precision`; linear layers
             in them stay as they are.
+        on_no_effect: If nothing can be converted, ``"raise"`` an error, or ``"warn"`` and train in bfloat16.
 
     Raises:
-        ValueError: If a choice is unknown, or nothing can be converted.
-        RuntimeError: If the device cannot multiply in float8.
+        ValueError: If a choice is unknown.
+        RuntimeError: If the device cannot multiply in float8, or nothing can be converted and ``on_no_effect="raise"``.
         ModuleNotFoundError: If torchao is missing.
 
     Example::
@@ -102,6 +104,7 @@ class Float8Precision(ConvertingPrecision):
         emulate: bool = False,
         weights: Weights = "autocast",
         in_float32: Sequence[str] = (),
+        on_no_effect: OnNoEffect = "raise",
     ) -> None:
         super().__init__(
             include=include,
@@ -112,6 +115,7 @@ class Float8Precision(ConvertingPrecision):
             table=table,
             weights=weights,
             in_float32=in_float32,
+            on_no_effect=on_no_effect,
         )
         check_recipe(recipe, all_gather=bool(all_gather), number_format=number_format)
         self.recipe: str = recipe
@@ -142,18 +146,23 @@ class Float8Precision(ConvertingPrecision):
     @override
     def convert_layers(self, module: LightningModule) -> None:
         self._check_device(module)
+        fitting = fitting_linears(module, **self._selection)
+        losers = self._left(module, fitting)
         self.conversion = convert_to_float8(
             module,
             **self._selection,
-            losers=self._left(module),
+            losers=losers,
             number_format=self.number_format,
             all_gather=self.gathers_float8,
             emulate=self.emulate,
         )
-        if not self.conversion.converted and self.filter == "all":
-            raise ValueError(
+        if not fitting:
+            raise_or_warn(str(why_none_fits(module, **self._selection)), self.on_no_effect)
+        elif not self.conversion.converted and self.filter == "all":
+            raise_or_warn(
                 f"All linear layers of {type(module).__name__} that could compute in float8 compute in float32, by"
-                f" in_float32={[*self.policy.in_float32]}. Name fewer, or use BF16Precision, which has it as well."
+                f" in_float32={[*self.policy.in_float32]}. Name fewer, or use BF16Precision, which has it as well.",
+                self.on_no_effect,
             )
         if not self._sharded:
             self._undo.callback(self.conversion.undo)
@@ -164,18 +173,17 @@ class Float8Precision(ConvertingPrecision):
         selection = {name: getattr(self, name) for name in ("recipe", "include", "exclude", "head")}
         return selection | {"tensor_size": self._tensor_size}
 
-    def _left(self, module: LightningModule) -> dict[str, str]:
+    def _left(self, module: LightningModule, fitting: Mapping[str, nn.Linear]) -> dict[str, str]:
         """Return why layers stay as they are that could be converted; the same on every rank."""
         precise = within(kept_in_float32(module, self.policy.in_float32).values())
         names = [name for name, part in module.named_modules() if part in precise and isinstance(part, nn.Linear)]
         left = dict.fromkeys(names, "computes in float32")
-        if self.filter == "auto":
-            left |= decide_on_rank0(lambda: self._found_slower(module, but=names), by="Float8Precision(filter='auto')")
+        linears = {name: linear for name, linear in fitting.items() if name not in left}
+        if self.filter == "auto" and linears:
+            left |= decide_on_rank0(lambda: self._found_slower(module, linears), by="Float8Precision(filter='auto')")
         return left
 
-    def _found_slower(self, module: LightningModule, *, but: Sequence[str]) -> dict[str, str]:
-        fitting = fitting_linears(module, **self._selection)
-        linears = {name: linear for name, linear in fitting.items() if name not in but}
+    def _found_slower(self, module: LightningModule, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
         if module.trainer.state.fn != TrainerFn.FITTING:
             return dict.fromkeys(linears, "only training was measured")
         advice = self.advise(module, self.layers_that_run(module, linears), recipe=self.recipe)
@@ -236,7 +244,8 @@ class Float8Precision(ConvertingPrecision):
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         self._scales = None  # of the parameters that sharding has made
         self.after_optimizer_step(model)
-        if (trainer := trainer_of(self.lightning_module(model))) is not None and not self.emulate:
+        trainer = trainer_of(self.lightning_module(model))
+        if trainer is not None and not self.emulate and self.conversion is not None and self.conversion.converted:
             _warn_of_eager(Run.of(trainer))
         return super().connect(model, optimizers, lr_schedulers)
 
@@ -253,7 +262,7 @@ class Float8Precision(ConvertingPrecision):
     def refusal(self, run: Run) -> str | None:
         if run.accelerator == "cpu" and not self.emulate:
             return self._incapable("cpu")
-        return why_none_fits(run.module, **self._selection)
+        return why_none_fits(run.module, **self._selection) if self.on_no_effect == "raise" else None
 
     def _check_device(self, module: nn.Module) -> None:
         trainer = trainer_of(module)

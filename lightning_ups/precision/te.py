@@ -25,7 +25,7 @@ from lightning_ups._compat.optional.te import (
 )
 from lightning_ups.insight.advise import decide_on_rank0, engine_layers, engine_name, modules_of, read_first
 from lightning_ups.order import PrecisionCapabilities, Report, Run, Weights
-from lightning_ups.order.arguments import check_choice, check_kind, check_least
+from lightning_ups.order.arguments import OnNoEffect, check_choice, check_kind, check_least, raise_or_warn
 from lightning_ups.precision.arguments import Filter
 from lightning_ups.precision.converting import ConvertingPrecision
 from lightning_ups.transforms.blocks import find_blocks
@@ -86,10 +86,12 @@ class TEPrecision(ConvertingPrecision):
             bfloat16 over float32 ``"masters"``, which takes less memory.
         in_float32: Patterns of submodules that compute in float32 all the same, as for `BF16Precision`; what is in
             them stays torch's.
+        on_no_effect: If nothing can be converted or nothing of it runs in the first step, ``"raise"`` an error, or
+            ``"warn"`` and go on.
 
     Raises:
-        ValueError: If a choice is unknown or contradicts another, nothing can be converted, or the module is sharded.
-        RuntimeError: If the device cannot.
+        ValueError: If a choice is unknown or contradicts another, or the module is sharded.
+        RuntimeError: If the device cannot, or nothing is converted or runs and ``on_no_effect="raise"``.
         ModuleNotFoundError: If Transformer Engine is missing.
 
     Example::
@@ -120,6 +122,7 @@ class TEPrecision(ConvertingPrecision):
         fp8_attention: bool = False,
         weights: Weights = "autocast",
         in_float32: Sequence[str] = (),
+        on_no_effect: OnNoEffect = "raise",
     ) -> None:
         super().__init__(
             include=include,
@@ -130,6 +133,7 @@ class TEPrecision(ConvertingPrecision):
             table=table,
             weights=weights,
             in_float32=in_float32,
+            on_no_effect=on_no_effect,
         )
         choices: dict[str, tuple[object, Sequence[object]]] = {
             "recipe": (recipe, (*RECIPES, None)),
@@ -197,9 +201,11 @@ class TEPrecision(ConvertingPrecision):
         self._check_place(module)
         self._check_in_float32(module)
         self._last_scales, self._proven, self._begun = {}, False, False
-        losers = self._losers(module) if self.filter == "auto" else None
+        losers = self._losers(module) if self.filter == "auto" else {}
         conversion = self.conversion = self._converted(module, losers)
         self._undo.callback(self._end, conversion)
+        if conversion.nothing is not None and not losers:
+            raise_or_warn(conversion.nothing, self.on_no_effect)
         if (recipe := self._row) is None:
             return
         self._made = recipe.make(
@@ -223,7 +229,7 @@ class TEPrecision(ConvertingPrecision):
     def _keeps_scales(self) -> bool:
         return self._row is not None and self._row.keeps_scales
 
-    def _converted(self, module: nn.Module, losers: dict[str, str] | None) -> TEConversion:
+    def _converted(self, module: nn.Module, losers: dict[str, str]) -> TEConversion:
         recipe = self._row
         return convert_to_te(
             module,
@@ -258,7 +264,7 @@ class TEPrecision(ConvertingPrecision):
     def _found_slower(self, module: LightningModule) -> dict[str, str]:
         plan = self.planned(module)
         if not plan.converted:
-            self._converted(module, None)  # which says so
+            return {}
         if module.trainer.state.fn != TrainerFn.FITTING:
             return dict.fromkeys(plan.converted, "only training was measured")
         linears: dict[str, Any] = {name: module.get_submodule(name) for name in read_first(plan).values()}
@@ -338,17 +344,18 @@ class TEPrecision(ConvertingPrecision):
 
     def _check_effect(self, calls: int, attention: int) -> None:
         assert self.conversion is not None
-        nothing = self.filter == "auto" and not self.conversion.converted  # and that was decided by times
-        if self.conversion.calls.total == calls and not self.conversion.theirs and not nothing:
-            some = ", ".join([*self.conversion.converted][:3])
-            raise RuntimeError(
-                f"TEPrecision computed nothing in a training step: none of {some} and the others ran."
-                " Name modules that it calls: TEPrecision(include=[...])."
+        converted = [*self.conversion.converted]  # if nothing is, that was said before
+        if converted and self.conversion.calls.total == calls and not self.conversion.theirs:
+            raise_or_warn(
+                f"TEPrecision computed nothing in a training step: none of {', '.join(converted[:3])} and the others"
+                " ran. Name modules that it calls: TEPrecision(include=[...]).",
+                self.on_no_effect,
             )
         if self._attention is not None and self._attention.total == attention:
-            raise RuntimeError(
+            raise_or_warn(
                 "TEPrecision(fp8_attention=True) met no attention in a training step. Let blocks that repeat call"
-                " torch.nn.functional.scaled_dot_product_attention, or use fp8_attention=False."
+                " torch.nn.functional.scaled_dot_product_attention, or use fp8_attention=False.",
+                self.on_no_effect,
             )
 
     @override

@@ -277,6 +277,9 @@ class Bare(Net):
         super().__init__()
         self.model = nn.Linear(3, 3)
 
+    def loss(self, batch):
+        return self.model(batch[:, :3].float()).square().mean()
+
 
 class Casting(Net):
     """Has an autocast of its own."""
@@ -302,9 +305,13 @@ def test_an_autocast_on_top_is_refused_and_allowed_where_the_precision_is_one(tm
     ],
     ids=["float8", "te"],
 )
-def test_nothing_to_convert_is_an_error_before_the_first_step(tmp_path, make, text):
-    with pytest.raises(ValueError, match=text):
-        fit(tmp_path, make(), model=Bare())
+@pytest.mark.parametrize("filter", ["all", "auto"])
+def test_nothing_to_convert_is_an_error_before_the_first_step_or_a_warning(tmp_path, make, filter, text):
+    with pytest.raises(RuntimeError, match=f"{text}.*on_no_effect='warn'"):
+        fit(tmp_path, make(filter=filter), model=Bare())
+    with pytest.warns(UserWarning, match=text):
+        found = fit(tmp_path, make(filter=filter, on_no_effect="warn"), model=Bare())
+    assert found.losses == fit(tmp_path, BF16Precision(), model=Bare()).losses
 
 
 @pytest.mark.parametrize(

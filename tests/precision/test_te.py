@@ -366,6 +366,8 @@ class TestErrors:
 
         with pytest.raises(RuntimeError, match=r"computed nothing in a training step.*include=\[...\]"):
             fit(tmp_path, TEPrecision(), model=Idle())
+        with pytest.warns(UserWarning, match="computed nothing in a training step"):
+            fit(tmp_path, TEPrecision(on_no_effect="warn"), model=Idle())
 
     def test_a_block_that_runs_twice_with_delayed_scaling(self, tmp_path):
         class Twice(Net):

@@ -103,7 +103,7 @@ def convert_to_float8(
         exclude: Patterns of layers to leave out.
         head: Also convert linear layers outside the blocks, such as the head of a language model.
         losers: Layers to leave out although they fit, with the reason (for example, that they would be slower), by
-            name. If these are all, it is not an error.
+            name. If given, it is not an error that nothing is converted.
         tensor_size: The number of devices over which tensor parallelism will split a layer.
         number_format: ``"e4m3"`` for everything, or ``"hybrid"``, with gradients in e5m2, for ``"tensorwise"``.
         all_gather: Let FSDP2 gather weights in float8. Each weight becomes another Parameter, except weights that
@@ -117,7 +117,7 @@ def convert_to_float8(
     check_recipe(recipe, all_gather=all_gather, number_format=number_format)
     selection = {"include": include, "exclude": exclude, "head": head, "tensor_size": tensor_size}
     fitting, reasons, misfits = _choose(module, recipe, **selection)
-    if not fitting:
+    if not fitting and losers is None:
         raise ValueError(_none_fits(module, reasons))
     losing = {name: why for name, why in (losers or {}).items() if name in fitting}
     chosen = {name: linear for name, linear in fitting.items() if name not in losing}

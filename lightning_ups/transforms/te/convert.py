@@ -40,6 +40,7 @@ class TEConversion:
         skipped: Why other modules are not converted, by name.
         apart: Why norms of known blocks are not fused, by name.
         theirs: Modules of Transformer Engine that the model itself contains.
+        nothing: Why nothing is converted, or nothing that computes in float8, although it should be.
         calls: Records which modules ran.
         borrowers: The modules of Transformer Engine, by the name of the (first) module that each computes.
     """
@@ -48,6 +49,7 @@ class TEConversion:
     skipped: Mapping[str, str]
     apart: Mapping[str, str]
     theirs: Sequence[str]
+    nothing: str | None
     calls: Calls
     borrowers: Mapping[str, Borrower] = field(repr=False)
     _undo: ExitStack = field(repr=False)
@@ -140,11 +142,10 @@ def convert_to_te(
         once: Whether each module may run only once in a training step.
         in_float32: Patterns of submodules that compute in float32, and are left out with everything inside.
         in_float8: Whether the products are in float8, so that converting only norms is not enough.
-        losers: Modules to leave out because they would be slower, with the reason, by name. If these are all, it is not
-            an error.
+        losers: Modules to leave out because they would be slower, with the reason, by name.
 
     Raises:
-        ValueError: If a pattern matches nothing, or if nothing can be converted.
+        ValueError: If a pattern matches nothing.
     """
     precise = within(kept_in_float32(module, in_float32).values())
     calls = Calls(rows=32 if multiple > MULTIPLE else 8, once=once)
@@ -156,33 +157,33 @@ def convert_to_te(
         work.fuse(asked, ready=fuse != "none", joining=fuse == "all" or not sharded, undo=undo)
         work.convert_rest(norms=norms, undo=undo)
         theirs = holds_engine_modules(module)
-        if not theirs and losers is None:
-            _refuse_nothing(work, module, in_float8=in_float8)
         return TEConversion(
             converted=work.converted,
             skipped=work.skipped,
             apart=work.apart,
             theirs=theirs,
+            nothing=None if theirs else _why_nothing(work, module, in_float8=in_float8),
             calls=work.calls,
             borrowers=work.borrowers,
             _undo=undo.pop_all(),
         )
 
 
-def _refuse_nothing(work: "_Work", module: nn.Module, *, in_float8: bool) -> None:
+def _why_nothing(work: "_Work", module: nn.Module, *, in_float8: bool) -> str | None:
     name, others = type(module).__name__, name_other_layers(module)
     some = "; ".join(f"{name}: {why}" for name, why in [*work.skipped.items()][:4])
     if not work.converted:
-        raise ValueError(
+        return (
             f"Nothing of {name} can be computed by Transformer Engine. {some or 'It has no linear layer and no norm'}."
             f"{others} Name others by include=[...], or use BF16Precision."
         )
     if in_float8 and not any(borrower.num_products for borrower in work.borrowers.values()):
-        raise ValueError(
+        return (
             f"Of {name} Transformer Engine can compute norms alone, and nothing in float8."
             f" {some or 'It has no nn.Linear in its blocks'}.{others}"
             " Name linear layers by include=[...], or use recipe=None, or BF16Precision."
         )
+    return None
 
 
 class _Work:

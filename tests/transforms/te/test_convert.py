@@ -1,4 +1,5 @@
 import copy
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -215,9 +216,8 @@ NAMED = r"lm_head: .* converted: transformers\.pytorch_utils\.Conv1D \(8 of them
         ),
     ],
 )
-def test_nothing_converted_is_an_error_and_norms_alone_are_nothing_in_float8(make, options, text):
-    with pytest.raises(ValueError, match=text):
-        convert_to_te(make(), **options)
+def test_why_nothing_is_converted_and_norms_alone_are_nothing_in_float8(make, options, text):
+    assert re.search(text, convert_to_te(make(), **options).nothing)
     assert convert_to_te(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(16)), head=True).kinds == {"LayerNorm": 1}
 
 
