@@ -37,7 +37,7 @@ from lightning_ups.insight.verify import (
     rounded_linears,
 )
 from lightning_ups.order import Weights, policy_of
-from lightning_ups.order.policy import STOCK_POLICIES
+from lightning_ups.order.capabilities import STOCK_POLICIES
 from lightning_ups.order.refusals import check
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from lightning_ups.state.checkpoint import check_file

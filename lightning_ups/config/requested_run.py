@@ -120,8 +120,6 @@ def run_of(module: LightningModule, trainer: Mapping[str, Any], callbacks: Seque
         accelerator=accelerator,
         num_devices=num_devices,
         num_nodes=num_nodes,
-        detects_anomalies=bool(trainer.get("detect_anomaly")),
-        loggers=tuple(items(trainer.get("logger"))),
     )
 
 

@@ -1,19 +1,21 @@
 """All combinations that cannot work, as data. They raise before the first step, and ``explain`` lists them."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_ups._compat.torch.compile.partitioner import heeds_memory_budget
-from lightning_ups.order.applier import Step
-from lightning_ups.order.capabilities import Compilation, OnlyOne, ReadsPastForward, capabilities_of, policy_of
-from lightning_ups.order.policy import STOCK_POLICIES
-from lightning_ups.order.run import Run
-from lightning_ups.order.stage import Stage
-from lightning_ups.transforms.blocks import select_blocks
+from lightning_ups.order.capabilities import (
+    STOCK_POLICIES,
+    Compilation,
+    OnlyOne,
+    ReadsPastForward,
+    capabilities_of,
+    policy_of,
+)
+from lightning_ups.order.run import Run, Stage, Step
 from lightning_ups.transforms.fsdp import is_sharded
 from lightning_ups.transforms.simple_fsdp import is_parametrised
 from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
@@ -89,16 +91,10 @@ REFUSALS = (
         holds=lambda run: len(_owners(run)) > 1,
     ),
     Refusal(
-        what=lambda run: f"{_averaging(run)[0]} is given with {type(run.precision).__name__}(weights='masters').",
-        why="It would average the bfloat16 copies of the weights, and the masters would overwrite the result.",
+        what=lambda run: f"{_writing(run)[0]} is given with {type(run.precision).__name__}(weights='masters').",
+        why="It would write into the bfloat16 copies of the weights, and the masters would overwrite the result.",
         cure="Use weights='autocast' in the precision.",
-        holds=lambda run: run.training and _has_masters(run) and bool(_averaging(run)),
-    ),
-    Refusal(
-        what=lambda run: f"{_rewinding(run)[0]} is given with {type(run.precision).__name__}(weights='masters').",
-        why="It restores the initial float32 weights into a model whose weights are bfloat16.",
-        cure="Use use_lottery_ticket_hypothesis=False in the callback, or weights='autocast' in the precision.",
-        holds=lambda run: run.training and _has_masters(run) and bool(_rewinding(run)),
+        holds=lambda run: run.training and _has_masters(run) and bool(_writing(run)),
     ),
     Refusal(
         what=lambda run: f"{_pruning(run)[0]} is given with {run.strategy.name}.",
@@ -130,14 +126,6 @@ REFUSALS = (
         ),
     ),
     Refusal(
-        what=lambda run: "{} would compile {}, and in it {}, an embedding that {} splits over devices.".format(
-            *_compiled_embeddings(run)[0], run.strategy.name
-        ),
-        why="Each device has some of the rows, and torch.compile cannot handle the lookup of the others' rows.",
-        cure="Name blocks without it in Compile(blocks=[...]), or use Compile() without blocks.",
-        holds=lambda run: bool(_compiled_embeddings(run)),
-    ),
-    Refusal(
         what=lambda run: "tensor_parallel_plan of {} splits {}, and {} reads its weight past its forward.".format(
             run.strategy.name, *_read_split(run)[0]
         ),
@@ -167,29 +155,12 @@ REFUSALS = (
         holds=lambda run: run.strategy.whole_graph and _compilation_off() is not None,
     ),
     Refusal(
-        what=lambda run: f"{_drawing(run)[0]}(log_graph=True) is given with {run.strategy.name}.",
-        why="It runs the model on rank 0 only, which would wait for the shards of the other ranks.",
-        cure="Leave log_graph out, and draw the graph of a module that is not sharded.",
-        holds=lambda run: run.training and _shards_itself(run) and bool(_drawing(run)),
-    ),
-    Refusal(
-        what=lambda run: f"detect_anomaly=True is given with {run.strategy.name}.",
-        why="It checks each gradient for NaN, and sharded gradients do not support that operation.",
-        cure="Leave it out, or look for the anomaly with FSDP2Strategy, which trains the same.",
-        holds=lambda run: run.training and run.strategy.whole_graph and run.detects_anomalies,
-    ),
-    Refusal(
         what=lambda run: f"{type(run.precision).__name__}(all_gather=True) is given under {run.strategy.name}.",
-        why="Float8 gathers need FSDP2's hooks; a compiled gather supports only torch's own dtypes.",
-        cure="Leave all_gather out: weights are then gathered in bfloat16, and still multiplied in float8.",
-        holds=lambda run: run.strategy.whole_graph and capabilities_of(run.precision).wants_float8_gathers,
-    ),
-    Refusal(
-        what=lambda run: f"{type(run.precision).__name__}(all_gather=True) is given under {run.strategy.name}.",
-        why="It sets how FSDP2Strategy gathers weights, and has no effect here.",
-        cure="Leave all_gather out, or use FSDP2Strategy.",
+        why="Only FSDP2Strategy gathers weights in float8.",
+        cure="Leave all_gather out: products are still in float8. Or use FSDP2Strategy.",
         holds=lambda run: (
-            run.training and not _shards_itself(run) and capabilities_of(run.precision).wants_float8_gathers
+            capabilities_of(run.precision).wants_float8_gathers
+            and (run.strategy.whole_graph or (run.training and not _shards_itself(run)))
         ),
     ),
     Refusal(
@@ -342,22 +313,15 @@ def _owners(run: Run) -> list[str]:
     return [type(step).__name__ for step in run.declarations if step.owns_optimizer_state]
 
 
-def _averaging(run: Run) -> list[str]:
-    return [type(c).__name__ for c in run.callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
-
-
-def _rewinding(run: Run) -> list[str]:
-    return [type(c).__name__ for c in run.callbacks if isinstance(c, ModelPruning) and c._use_lottery_ticket_hypothesis]
+def _writing(run: Run) -> list[str]:
+    """Return callbacks that write weights of their own into the model."""
+    averages = [c for c in run.callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
+    rewinds = [c for c in run.callbacks if isinstance(c, ModelPruning) and c._use_lottery_ticket_hypothesis]
+    return [type(c).__name__ for c in (*averages, *rewinds)]
 
 
 def _pruning(run: Run) -> list[str]:
     return [type(c).__name__ for c in run.callbacks if isinstance(c, ModelPruning)]
-
-
-def _drawing(run: Run) -> list[str]:
-    if run.module.example_input_array is None:
-        return []  # no input to run it on
-    return [type(each).__name__ for each in run.loggers if isinstance(each, TensorBoardLogger) and each._log_graph]
 
 
 def _has_masters(run: Run) -> bool:
@@ -393,19 +357,6 @@ def _styles(run: Run) -> dict[str, str]:
         return {}
 
 
-def _compiled_embeddings(run: Run) -> list[tuple[str, str, str]]:
-    """Return (callback, block, embedding) for each split embedding inside a block that must be compiled."""
-    embeddings = [name for name, style in _styles(run).items() if style.startswith("embedding")]
-    return [
-        (type(step).__name__, block, name)
-        for step in (run.declarations if embeddings else ())
-        if (compilation := step.compilation) is not None and compilation.must_succeed
-        for block in _blocks(run, compilation.blocks)
-        for name in embeddings
-        if f"{name}.".startswith(f"{block}.")
-    ]
-
-
 def _read_split(run: Run) -> list[tuple[str, str]]:
     """Return (module, reader) for each split module whose weight is read without calling its forward."""
     styles = _styles(run)
@@ -416,13 +367,6 @@ def _read_split(run: Run) -> list[tuple[str, str]]:
         for child, setting in module.read_past_forward.items()
         if (name := f"{owner}.{child}".removeprefix(".")) in styles
     ]
-
-
-def _blocks(run: Run, patterns: Sequence[str] | None) -> Collection[str]:
-    try:
-        return select_blocks(run.module, patterns)
-    except ValueError:
-        return ()  # an error where they are used
 
 
 def _is_sharded(run: Run) -> bool:

@@ -1,24 +1,10 @@
-"""Refusals read what strategies, precisions and callbacks state, and no attribute by name."""
-
-import ast
-from pathlib import Path
-
 import pytest
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
+import torch
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 
-import lightning_ups.order as order
-from lightning_ups.order import PrecisionCapabilities
+from lightning_ups.order import DtypePolicy, PrecisionCapabilities, policy_of
 from lightning_ups.order.capabilities import capabilities_of
 from lightning_ups.precision import BF16Precision, Float8Precision
-from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
-
-
-@pytest.mark.parametrize("name", ["refusals", "placement", "policy"])
-def test_nothing_is_looked_up_by_name(name):
-    tree = ast.parse((Path(order.__file__).parent / f"{name}.py").read_text())
-    calls = [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    assert {"getattr", "hasattr"}.isdisjoint(calls)
 
 
 def test_precisions_state_what_they_do():
@@ -30,11 +16,26 @@ def test_precisions_state_what_they_do():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "shards", "ours", "whole_graph"),
-    [(FSDP2Strategy, True, True, False), (SimpleFSDPStrategy, True, True, True), (DDPStrategy, False, False, False)],
+    ("precision", "param"),
+    [(MixedPrecision("bf16-mixed", "cpu"), torch.bfloat16), (BF16Precision(), torch.bfloat16), (Precision(), None)],
+    ids=lambda value: type(value).__name__,
 )
-def test_strategies_state_what_they_do(strategy, shards, ours, whole_graph):
-    for given in (strategy, strategy()):
-        placement = order.Placement.of(given)
-        assert (placement.shards, placement.ours, placement.whole_graph) == (shards, ours, whole_graph)
-        assert bool(placement.settings) is (ours and given is not strategy)
+def test_what_a_precision_stands_for(precision, param):
+    assert policy_of(precision).param is param
+
+
+def test_what_has_no_policy():
+    assert policy_of(HalfPrecision("bf16-true")) is None
+    assert policy_of(MixedPrecision("16-mixed", "cpu")) is None
+    assert policy_of(type("Custom", (Precision,), {})()) is None  # inherits the name "32-true"
+
+
+def test_lightnings_bf16_mixed_is_autocast():
+    assert policy_of(MixedPrecision("bf16-mixed", "cpu")).autocast
+    assert not policy_of(Precision()).autocast
+
+
+def test_patterns_of_what_computes_in_float32_are_read_and_kept():
+    policy = DtypePolicy.bf16_mixed(in_float32=["net.*"])
+    assert policy.in_float32 == ("net.*",)
+    assert (policy.param, policy.reduce, policy.output) == (torch.bfloat16, torch.float32, torch.float32)

@@ -3,7 +3,6 @@ import dataclasses
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 
 from lightning_ups.callbacks import (
@@ -75,19 +74,6 @@ def holding(module):
     return net
 
 
-class Drawing(TensorBoardLogger):
-    """Stands for TensorBoardLogger(log_graph=True), whose package may not be here."""
-
-    def __init__(self):
-        self._log_graph = True
-
-
-def exemplified():
-    net = Net()
-    net.example_input_array = torch.ones(2, 8)
-    return net
-
-
 def gpt(**settings):
     config = GPTConfig(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=32, vocab_size=32, max_seq_len=8)
     return holding(GPT(dataclasses.replace(config, **settings)))
@@ -97,10 +83,6 @@ SPLIT = dataclasses.replace(FSDP2, settings={"tensor_parallel_size": 2, "tensor_
 
 
 class MyCompile(Compile):
-    pass
-
-
-class MyThroughput(TokenThroughput):
     pass
 
 
@@ -117,17 +99,13 @@ REFUSED = {
         run(callbacks=(Compile(), MyCompile())),
         "Two callbacks of one class are given: Compile. .*Keep one",
     ),
-    "a second one, derived": (
-        run(callbacks=(TokenThroughput(), MyThroughput())),
-        "Two callbacks of one class are given: TokenThroughput. .*Keep one of them",
-    ),
     "averages of masters": (
         run(callbacks=(EMAWeightAveraging(),), precision=BF16Precision(weights="masters")),
         r"EMAWeightAveraging is given with BF16Precision\(weights='masters'\). .*Use weights='autocast'",
     ),
     "masters put back": (
         run(callbacks=(ModelPruning("l1_unstructured"),), precision=BF16Precision(weights="masters")),
-        r"ModelPruning is given with BF16Precision\(weights='masters'\). .*use_lottery_ticket_hypothesis=False",
+        r"ModelPruning is given with BF16Precision\(weights='masters'\). .*Use weights='autocast'",
     ),
     "pruned shards": (
         run(strategy=FSDP2, callbacks=(ModelPruning("l1_unstructured"),)),
@@ -163,7 +141,6 @@ REFUSED = {
         run(strategy=FSDP2, callbacks=(Whole(),)),
         "Whole would compile whole models under FSDP2.*scope='blocks'",
     ),
-    "whole, stock": (run(strategy=FSDP1, callbacks=(Whole(),)), "Whole would compile whole models under FSDPStrategy"),
     "CUDA graphs": (
         run(strategy=FSDP2, callbacks=(Compile(mode="reduce-overhead"),)),
         "Compile would replay CUDA graphs under FSDP2Strategy.*max-autotune-no-cudagraphs",
@@ -171,10 +148,6 @@ REFUSED = {
     "activations out of one graph": (
         run(callbacks=(Whole(), ActivationOffload())),
         "Whole makes one graph of whole models .*, and ActivationOffload is given.*Use Compile",
-    ),
-    "activations out of CUDA graphs": (
-        run(callbacks=(Compile(mode="reduce-overhead"), ActivationOffload())),
-        "Compile makes one graph .* or replays CUDA graphs, and ActivationOffload is given.*leave the offloading out",
     ),
     "activations out of a strategy's graph": (
         run(strategy=SIMPLE, callbacks=(ActivationOffload(),)),
@@ -187,10 +160,6 @@ REFUSED = {
     "a budget where no graph is split": (
         run(callbacks=(Compile(backend="eager"), ActivationCheckpoint(memory_budget=0.5))),
         r"Compile\(backend='eager'\) is given with ActivationCheckpoint\(memory.*Use the default backend or 'aot_e",
-    ),
-    "a budget where a graph is split by other than cost": (
-        run(callbacks=(Compile(backend="cudagraphs"), ActivationCheckpoint(memory_budget=0.5))),
-        r"Compile\(backend='cudagraphs'\) is given with Act.*not split graphs by cost.*Use the default backend",
     ),
     "budget": (run(callbacks=(Budget(),)), "Budget has a setting that acts only on compiled code.*Add Compile"),
     "Transformer Engine, delayed": (
@@ -231,23 +200,11 @@ REFUSED = {
     ),
     "gathered in float8 where nothing is gathered": (
         run(precision=Float8Precision(all_gather=True, emulate=True)),
-        r"Float8Precision\(all_gather=True\) is given under SingleDeviceStrategy.*no effect.*Leave all_gather out",
+        r"Float8Precision\(all_gather=True\) is given under SingleDeviceStrategy.*Leave all_gather out",
     ),
     "wrapped": (
         run(strategy=FSDP2, module=holding(FullyShardedDataParallel())),
         "inner is already wrapped for data parallelism.*let the strategy shard it",
-    ),
-    "a split embedding, compiled": (
-        run(strategy=SPLIT, module=gpt(), callbacks=(Compile(blocks=["inner"], on_failure="raise"),)),
-        "Compile would compile inner, and in it inner.embedding, an embedding that FSDP2Strategy splits.*Name blocks",
-    ),
-    "a graph drawn by one device": (
-        run(strategy=FSDP2, module=exemplified(), loggers=(Drawing(),)),
-        r"Drawing\(log_graph=True\) is given with FSDP2Strategy.*Leave log_graph out",
-    ),
-    "anomalies in a graph": (
-        run(strategy=SIMPLE, detects_anomalies=True),
-        "detect_anomaly=True is given with SimpleFSDPStrategy.*with FSDP2Strategy",
     ),
     "a weight that is split and read past its forward": (
         run(strategy=SPLIT, module=gpt(loss="chunked")),
@@ -268,35 +225,23 @@ ALLOWED = {
     "bf16 under ours": run(strategy=FSDP2, precision=MixedPrecision("bf16-mixed", "cpu")),
     "whole on one device": run(callbacks=(Whole(), ActivationCheckpoint())),
     "a budget with a compiler": run(callbacks=(Budget(), Compile())),
-    "a budget outside fit": run(callbacks=(Budget(),), training=False),
     "CUDA graphs on one device": run(callbacks=(Compile(mode="reduce-overhead"),)),
     "whole where the strategy wants it so": run(strategy=SIMPLE, callbacks=(Compile(scope="model"),)),
     "a graph as the strategy wants it": run(strategy=SIMPLE, callbacks=(Compile(), ActivationCheckpoint())),
     "no Compile where the strategy compiles": run(strategy=SIMPLE),
     "float8 in a graph": run(strategy=SIMPLE, precision=Float8Precision(emulate=True)),
     "activations of blocks, on one device": run(callbacks=(Compile(scope="auto"), ActivationOffload())),
-    "activations of blocks, chosen": run(strategy=FSDP2, callbacks=(Compile(scope="auto"), ActivationOffload())),
     "activations of blocks": run(callbacks=(Compile(scope="blocks"), ActivationOffload())),
-    "activations outside fit": run(callbacks=(Whole(), ActivationOffload()), training=False),
     "devices that are a mesh": run(
         strategy=dataclasses.replace(
             FSDP2, settings={"tensor_parallel_size": 2, "replicate_size": 2, "reshard_after_forward": 2}
         ),
         num_devices=8,
     ),
-    "gathered again": run(strategy=dataclasses.replace(FSDP2, settings={"reshard_after_forward": True}), num_devices=3),
     "gathered in float8": run(strategy=FSDP2, precision=Float8Precision(all_gather=True, emulate=True)),
     "gathered in float8 outside fit": run(precision=Float8Precision(all_gather=True, emulate=True), training=False),
-    "not gathered in float8, and so said": run(precision=Float8Precision(all_gather=False, emulate=True)),
     "pruned whole weights": run(callbacks=(ModelPruning("l1_unstructured"),)),
-    "a graph drawn of what is whole": run(module=exemplified(), loggers=(Drawing(),)),
-    "a graph of nothing": run(strategy=FSDP2, loggers=(Drawing(),)),
-    "anomalies": run(strategy=FSDP2, detects_anomalies=True),
     "one owner": run(callbacks=(Owner(),)),
-    "blocks beside a split embedding": run(strategy=SPLIT, module=gpt(), callbacks=(Compile(),)),
-    "a split embedding that may be left": run(
-        strategy=SPLIT, module=gpt(), callbacks=(Compile(blocks=["inner"], on_failure="eager"),)
-    ),
     "a weight that is read past its forward, whole": run(strategy=FSDP2, module=gpt(loss="chunked")),
     "a budget, by inductor": run(callbacks=(Compile(), ActivationCheckpoint(memory_budget=0.5))),
     "a budget, where a graph is split by cost": run(

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import lightning_ups  # noqa: F401  (registers the names)
 from lightning_ups.callbacks import Compile
 from lightning_ups.order import Context
-from lightning_ups.order.placement import Placement
+from lightning_ups.order.run import Placement
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from lightning_ups.strategies.sharding import ShardingStrategy, ShardStep, check_known, check_sharding
 from tests.strategies import cases

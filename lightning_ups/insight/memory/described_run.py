@@ -27,11 +27,9 @@ from lightning_ups.insight.memory.tensor_parallel import cut_for_one_device
 from lightning_ups.optim import MasteredOptimizer
 from lightning_ups.optim.adamw_step import suits_one_kernel
 from lightning_ups.optim.low_bit import make_state_alone
-from lightning_ups.order.applier import Context
 from lightning_ups.order.capabilities import policy_of
 from lightning_ups.order.precision import PolicyPrecision
-from lightning_ups.order.run import Run
-from lightning_ups.order.stage import Stage
+from lightning_ups.order.run import Context, Run, Stage
 from lightning_ups.transforms.activation_offload import offload_activations
 from lightning_ups.transforms.blocks import Blocks, roots, select_blocks, with_losses
 from lightning_ups.transforms.casting import cast_around, computing_in_float32, kept_in_float32, matmul_weights, within

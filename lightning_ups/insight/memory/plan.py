@@ -22,11 +22,9 @@ from lightning_ups.insight.memory.devices import Device
 from lightning_ups.insight.memory.layout import Layout, Sharding, between, peak_of
 from lightning_ups.insight.memory.step import Step
 from lightning_ups.order.capabilities import policy_of
-from lightning_ups.order.placement import Placement
 from lightning_ups.order.precision import PolicyPrecision
 from lightning_ups.order.refusals import one_graph
-from lightning_ups.order.run import Run
-from lightning_ups.order.stage import Stage
+from lightning_ups.order.run import Placement, Run, Stage
 
 __all__ = ["MOST", "Planner", "Variant"]
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_ups._compat.torch.optimizers import hooked_once
 from lightning_ups.optim import MasteredOptimizer, OffloadedOptimizer
 from lightning_ups.optim.adamw_step import OneKernel, one_kernel
-from lightning_ups.order.report import Report
+from lightning_ups.order.run import Report
 from lightning_ups.transforms.clip import (
     TakesClipCoefficient,
     clip_by_value,
