@@ -7,8 +7,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_ups.commands.plan import planner_of
 from lightning_ups.config.output import readable_count, titled
 from lightning_ups.config.requested_run import RequestedRun
+from lightning_ups.insight.memory import MOVES_NOTHING, Uncountable
 from lightning_ups.order import PolicyPrecision, Run, Stage, policy_of, refusals
 from lightning_ups.transforms.blocks import find_blocks, select_blocks, select_parameters
 from lightning_ups.transforms.simple_fsdp import check_parametrisable, is_parametrised
@@ -19,12 +21,13 @@ __all__ = ["show"]
 
 def show(requested: RequestedRun) -> int:
     """Print what `requested` does. Return 0, or 2 if some of it is refused."""
-    refused = [*_refused(requested.run)]
+    refused, notes = [*_refused(requested.run)], [*requested.notes]
+    _check_offloading(requested, refused, notes)
     for title, lines in (
         ("run", _essentials(requested)),
         ("blocks", _blocks(requested.run.module)),
         ("order", _order(requested)),
-        ("notes", requested.notes),
+        ("notes", notes),
         ("refused", refused or ["nothing"]),
     ):
         for line in titled(title, lines):
@@ -111,6 +114,19 @@ def _refused(run: Run) -> Iterator[str]:
     for step in run.declarations:
         patterns = getattr(step, "blocks", None) or ()
         yield from _errors(type(step).__name__, *(partial(select_blocks, module, [pattern]) for pattern in patterns))
+
+
+def _check_offloading(requested: RequestedRun, refused: list[str], notes: list[str]) -> None:
+    """Run a step on fake tensors if activations are offloaded, and add a line if that would move nothing."""
+    offloading = [step for step in requested.run.declarations if step.moves_saved]
+    if not offloading or refused:
+        return
+    try:
+        if planner_of(requested)[0].moves_nothing():
+            is_error = all(getattr(step, "on_no_effect", "raise") == "raise" for step in offloading)
+            (refused if is_error else notes).append(MOVES_NOTHING)
+    except (Uncountable, ValueError) as error:
+        notes.append(f"Whether ActivationOffload moves anything is unknown here: {error}")
 
 
 def _errors(owner: str, *checks: Callable[[], object]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from lightning_ups.insight.memory import (
     DEVICES,
     GIB,
     MOST,
+    MOVES_NOTHING,
     Device,
     Moment,
     Planner,
@@ -25,15 +26,13 @@ from lightning_ups.insight.memory import (
     Variant,
     device_of,
     readable,
-    textbook,
 )
 from lightning_ups.order import policy_of, refusals
 from lightning_ups.transforms.quoted import quoted
 
-__all__ = ["OPTIONS", "main", "own_options", "read_batch", "show"]
+__all__ = ["OPTIONS", "main", "own_options", "planner_of", "read_batch", "show"]
 
-OPTIONS = ("batch", "devices", "gpu", "json", "nodes", "textbook")  # as typed
-_GB = 1e9
+OPTIONS = ("batch", "devices", "gpu", "json", "nodes")  # as typed
 
 
 class _Row(NamedTuple):
@@ -54,11 +53,8 @@ def own_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def main(words: Sequence[str]) -> int | None:
-    """Print the textbook's table or the list of GPUs, if one is requested for; None: a configuration is needed."""
+    """Print the list of GPUs, if it is requested; None: a configuration is needed."""
     own, _ = _parser().parse_known_args([*words])
-    if own.textbook:
-        print("\n".join(_textbook()))
-        return 0
     if own.gpu == "list":
         print("\n".join(f"{key:16}{device.gib:7.1f} GiB  {device.name}" for key, device in DEVICES.items()))
         return 0
@@ -79,23 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         "--batch", metavar="SHAPES", help="what training_step gets, where the data is elsewhere, as in 4x4097:int64"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--textbook", action="store_true", help="print the ZeRO table of the textbooks, and no more")
     return parser
-
-
-def _textbook() -> Iterator[str]:
-    yield "Model states of 7 B parameters on 8 GPUs, mixed precision with Adam, GB of each GPU (10^9 bytes):"
-    yield ""
-    yield f"{'':8}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'total':>9}"
-    for stage, parts in textbook().items():
-        sizes = {name: f"{size / _GB:.2f}".rstrip("0").rstrip(".") for name, size in parts.items()}
-        yield (f"{stage:8}{sizes['weights']:>10}{sizes['gradients']:>11}{sizes['optimizer']:>11}{sizes['total']:>9}")
-    yield ""
-    yield from textwrap.wrap(
-        "Activations, gathered weights and the logits are left out, and gradients and weights are counted in 16 bits."
-        " What a run of yours really holds: plan --config RUN.yaml.",
-        WIDTH,
-    )
 
 
 def show(requested: RequestedRun, *, gpu: str | None = None, batch: str | None = None, as_json: bool = False) -> int:
@@ -103,7 +83,32 @@ def show(requested: RequestedRun, *, gpu: str | None = None, batch: str | None =
 
     Without a ``gpu``, it is for the one of this machine, if there is one; without a ``batch``, for the data's first.
     """
-    device = _device(gpu)
+    planner, origin = planner_of(requested, device=_device(gpu), batch=batch)
+    # Each is a step or more on tensors without numbers, compiled where the run is: seconds, and for some a minute.
+    note(f"plan: {planner.declared.name}")
+    rows = [_row(planner, planner.declared, exact=True)]
+    if rows[0].moment is None:
+        raise Uncountable(rows[0].why)
+    for variant in planner.variants():
+        note(f"plan: {variant.name}")
+        rows.append(_row(planner, variant))
+    useless = [row.variant.name for row in rows[1:] if _is_useless(row, than=rows[0])]
+    rows = [row for row in rows if row.variant.name not in useless]
+    if as_json:
+        print(json.dumps(_facts(planner, rows, origin), indent=1))
+    else:
+        print(*_lines(requested, planner, rows, origin, useless), sep="\n")
+    return 0 if planner.usable is None or planner.fits(planner.declared) else 2
+
+
+def planner_of(
+    requested: RequestedRun, *, device: Device | None = None, batch: str | None = None
+) -> tuple[Planner, str]:
+    """Return what plans ``requested`` with ``batch`` or the first one of its data, and where the batch is from.
+
+    Raises:
+        ValueError: If there is no batch.
+    """
     given, origin = _batch(requested, batch)
     planner = Planner(
         requested.run,
@@ -113,19 +118,7 @@ def show(requested: RequestedRun, *, gpu: str | None = None, batch: str | None =
         microbatches=int(requested.config["trainer"].get("accumulate_grad_batches") or 1),
         device=device,
     )
-    # Each is a step or more on tensors without numbers, compiled where the run is: seconds, and for some a minute.
-    note(f"plan: {planner.declared.name}")
-    rows = [_row(planner, planner.declared, exact=True)]
-    if rows[0].moment is None:
-        raise Uncountable(rows[0].why)
-    for variant in planner.variants():
-        note(f"plan: {variant.name}")
-        rows.append(_row(planner, variant))
-    if as_json:
-        print(json.dumps(_facts(planner, rows, origin), indent=1))
-    else:
-        print(*_lines(requested, planner, rows, origin), sep="\n")
-    return 0 if planner.usable is None or planner.fits(planner.declared) else 2
+    return planner, origin
 
 
 def _device(name: str | None) -> Device | None:
@@ -246,11 +239,20 @@ def _row(planner: Planner, variant: Variant, *, exact: bool = False) -> _Row:
         return _Row(variant, moment, batch, None, why)
 
 
-def _lines(requested: RequestedRun, planner: Planner, rows: Sequence[_Row], origin: str) -> Iterator[str]:
+def _is_useless(row: _Row, *, than: _Row) -> bool:
+    """Return whether a setting costs speed and saves next to nothing, as recomputing what is recomputed already."""
+    if row.moment is None or than.moment is None or not row.variant.costs_speed:
+        return False
+    return than.moment.total - row.moment.total <= 0.01 * than.moment.total
+
+
+def _lines(
+    requested: RequestedRun, planner: Planner, rows: Sequence[_Row], origin: str, useless: Sequence[str]
+) -> Iterator[str]:
     declared = rows[0].moment
     assert declared is not None
     yield from titled("run", _essentials(requested, planner, origin))
-    yield from titled("memory", _parts(declared))
+    yield from titled("memory", _parts(declared, _on_each(planner)))
     yield from titled("verdict", _verdict(planner, rows[0]))
     yield ""
     yield from _table(planner, rows)
@@ -258,7 +260,7 @@ def _lines(requested: RequestedRun, planner: Planner, rows: Sequence[_Row], orig
         yield ""
         yield from change
     yield ""
-    yield from titled("notes", [*_notes(requested, planner), *requested.notes])
+    yield from titled("notes", [*_notes(requested, planner, useless), *requested.notes])
     if refused := [refusal.text(requested.run) for refusal in refusals(requested.run)]:
         yield from titled("refused", refused)
 
@@ -269,21 +271,29 @@ def _essentials(requested: RequestedRun, planner: Planner, origin: str) -> Itera
     policy = policy_of(run.precision)
     computes = f", computes in {str(policy.param).removeprefix('torch.')}" if policy and policy.param else ""
     yield f"{type(run.module).__name__}, {readable_count(parameters)} parameters"
-    gpus = f"{run.num_devices} GPU{'' if run.num_devices == 1 else 's'}"
+    gpus = f"planned for {_several(run.num_devices, 'GPU')}"
     nodes = f" on each of {run.num_nodes} nodes" if run.num_nodes > 1 else ""
     yield f"{run.strategy.name}, {gpus}{nodes}, {type(run.precision).__name__}{computes}"
     sequence = f" of {planner.tokens} positions" if planner.tokens else ""
-    yield f"{planner.samples or 1} samples{sequence} on each GPU (from {origin})"
+    yield f"{_several(planner.samples or 1, 'sample')}{sequence}{_on_each(planner)} (from {origin})"
 
 
-def _parts(moment: Moment) -> Iterator[str]:
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _on_each(planner: Planner) -> str:
+    return " on each GPU" if planner.devices > 1 else ""
+
+
+def _parts(moment: Moment, on_each: str) -> Iterator[str]:
     where = f"{moment.phase}{f' of {moment.place}' if moment.place else ''}"
-    yield f"{readable(moment.total)} at the most on each GPU, in {where}:"
+    yield f"at most {readable(moment.total)}{on_each}, in {where}:"
     for kind, size in moment.by_kind().items():
         if size >= 0.005 * moment.total or size >= 0.1 * GIB:
             yield f"{readable(size):>9}  {kind}{_whose(moment, kind)}"
     if moment.on_host:
-        yield f"{readable(moment.on_host)} of the host's memory for each GPU"
+        yield f"{readable(moment.on_host)} of host memory{' for each GPU' if on_each else ''}"
 
 
 def _whose(moment: Moment, kind: Any) -> str:
@@ -294,7 +304,7 @@ def _whose(moment: Moment, kind: Any) -> str:
     said = []
     if blocks:
         most = max(blocks.values())
-        said.append(f"{len(blocks)} blocks, {readable(most)} the largest")
+        said.append(f"{_several(len(blocks), 'block')}, {readable(most)} the largest")
     if rest := owners.get("", 0):
         said.append(f"{readable(rest)} outside of blocks, such as logits and the loss")
     return f" ({'; '.join(said)})" if said else ""
@@ -306,17 +316,17 @@ def _verdict(planner: Planner, row: _Row) -> Iterator[str]:
         needs, count = row.moment.total, planner.devices
         by_size = sorted(DEVICES.values(), key=lambda device: device.gib)
         enough = [each.name for each in by_size if needs + each.workspace <= each.usable(devices=count)]
-        smallest = (
-            f"the smallest GPU in the table that holds it is {enough[0]}" if enough else "no GPU in the table holds it"
-        )
-        yield f"No GPU is named (--gpu h100-80; --gpu list shows the table): {smallest}."
+        held = f"the smallest GPU of the table that holds it is {enough[0]}" if enough else "none of the table holds it"
+        none_here = "" if torch.cuda.is_available() else "This machine has no GPU. "
+        yield f"{none_here}No GPU is named: {held} (--gpu h100-80 names one; --gpu list shows the table)."
         return
     left = planner.usable - row.moment.total
     of = f"{planner.device.name}: {readable(planner.usable)} of {planner.device.gib:.1f} are usable"
     yield f"{of}, {f'it fits, {readable(left)} left' if left >= 0 else f'it does NOT fit, {readable(-left)} missing'}"
     if row.batch is not None:
         most = f"{row.batch}" if row.batch < MOST else "more than a million"
-        yield f"largest batch at this length: {most} samples" if row.batch else "not even one sample fits"
+        samples = "sample" if row.batch == 1 else "samples"
+        yield f"largest batch at this length: {most} {samples}" if row.batch else "not even one sample fits"
     if row.sequence:
         yield f"longest sequence at this batch: {row.sequence} positions"
     elif row.why:
@@ -352,17 +362,18 @@ def _change(planner: Planner, rows: Sequence[_Row]) -> list[str]:
     return [f"# so that it fits: {fitting[0].variant.name}", *fitting[0].variant.yaml.splitlines()]
 
 
-def _notes(requested: RequestedRun, planner: Planner) -> Iterator[str]:
-    yield ("Counted by running one step of this configuration on tensors without numbers, as torch's allocator counts.")
+def _notes(requested: RequestedRun, planner: Planner, useless: Sequence[str]) -> Iterator[str]:
+    yield "Counted by running one step of this configuration on tensors without numbers, as torch's allocator counts."
+    if requested.run.accelerator == "cpu":
+        yield "This configuration trains on a CPU. The plan says what it would take on a GPU."
+    if useless:
+        yield f"Not in the table, since they save less than 1 % here: {', '.join(useless)}."
     if any(step.stage.name == "COMPILE" for step in requested.run.declarations):
         yield "Compiled code: what backward keeps is the compiler's own choice; what lies between products is fused."
     if getattr(requested.run.precision, "filter", None) == "auto":
         yield "filter='auto' is counted as filter='all': which layers win is measured on the GPU, when a fit begins."
     if planner.moves_nothing():
-        yield (
-            "ActivationOffload would move nothing, which is an error in the first step: what its blocks save is smaller"
-            " than its min_mb, or none of them runs by itself."
-        )
+        yield MOVES_NOTHING
     if requested.run.strategy.shards and not requested.run.strategy.ours:
         yield (
             f"{requested.run.strategy.name} is counted as FSDP2Strategy would be; how it groups weights, and what the"

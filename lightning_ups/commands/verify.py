@@ -387,7 +387,8 @@ def _lines(verdict: Verdict) -> Iterator[str]:
         yield f"RED: {_where(verdict.block)} leaves the band first, at step {verdict.departures[0].step}:"
         shown = [each for each in verdict.departures if each.block == verdict.block][:4] or verdict.departures[:4]
         for each in shown:
-            yield f"  step {each.step}, {each.what}: {_said(each.distance)}, allowed {_said(each.allowed)}"
+            distance, allowed = _unlike(each.distance, each.allowed)
+            yield f"  step {each.step}, {each.what}: {distance}, allowed {allowed}"
         if others := len(verdict.departures) - len(shown):
             yield f"  and {others} more"
     elif verdict.blind:
@@ -397,9 +398,10 @@ def _lines(verdict: Verdict) -> Iterator[str]:
             " nobody misses it."
         )
     else:
+        distance, allowed = _unlike(nearest.distance, nearest.allowed)
         yield (
             f"GREEN: nearest to its bound is {_where(nearest.block)}, step {nearest.step}, {nearest.what}:"
-            f" {_said(nearest.distance)} of {_said(nearest.allowed)}"
+            f" {distance} of {allowed}"
         )
 
 
@@ -407,5 +409,7 @@ def _where(block: str | None) -> str:
     return block if block is not None else "the model as a whole"
 
 
-def _said(distance: float) -> str:
-    return f"{distance:.2g}" if math.isfinite(distance) else str(distance)
+def _unlike(distance: float, allowed: float) -> tuple[str, str]:
+    """Return both as text, with as many digits as it takes to tell them apart."""
+    pairs = ((f"{distance:.{digits}g}", f"{allowed:.{digits}g}") for digits in (2, 3, 4, 6, 9))
+    return next((pair for pair in pairs if pair[0] != pair[1]), (f"{distance:.9g}", f"{allowed:.9g}"))

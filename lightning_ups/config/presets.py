@@ -25,7 +25,10 @@ def text(name: str) -> str:
         ValueError: If there is no such preset.
     """
     if name == AUTO:
-        raise ValueError(f"The preset {AUTO!r} is {_AUTO_CHOICES}, depending on the device. Name one of them.")
+        raise ValueError(
+            f"The preset {AUTO!r} selects {_AUTO_CHOICES}, depending on the device, and has no settings itself."
+            " Print one of these, as in: presets h100"
+        )
     if name not in names():
         raise ValueError(f"Unknown preset {name!r}. {suggest(name, [AUTO, *names()])}")
     return (_FOLDER / f"{name}.yaml").read_text()

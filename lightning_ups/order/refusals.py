@@ -179,9 +179,9 @@ REFUSALS = (
         holds=lambda run: run.training and bool(offloading(run.declarations)) and bool(one_graph(run)),
     ),
     Refusal(
-        what=lambda run: f"{_uncompiled(run)[0]} has a setting that acts only on compiled code, and nothing compiles.",
-        why="It is a choice that the compiler makes when it splits a graph into forward and backward.",
-        cure="Add Compile() to the callbacks, or choose a setting that works without it.",
+        what=lambda run: f"{_uncompiled(run)[0]}(memory_budget=...) needs compiled code, and nothing is compiled.",
+        why="With a budget, the compiler chooses which activations to keep and which to recompute.",
+        cure="Add Compile() to the callbacks, or use save='matmuls' instead of memory_budget.",
         holds=lambda run: run.training and bool(_uncompiled(run)),
     ),
     Refusal(

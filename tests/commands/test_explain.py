@@ -1,22 +1,28 @@
 import pytest
 from torch import nn
 
-from lightning_ups.callbacks import ActivationCheckpoint, Compile
+from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile
 from lightning_ups.commands.explain import show
 from lightning_ups.config.requested_run import RequestedRun, run_of
 from lightning_ups.order import Stage
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.strategies import FSDP2Strategy
-from tests.cli_toys import Late, Toy
+from tests.cli_toys import Data, Late, Toy
 from tests.config.test_requested_run import DEFAULTS
 
 
 @pytest.fixture
 def lines(capsys):
-    def lines(*callbacks, module=None, optimizer=None, preset=None, notes=(), **settings):
+    def lines(*callbacks, module=None, optimizer=None, preset=None, notes=(), data=None, **settings):
         run = run_of(module or Toy(), DEFAULTS | settings, callbacks)
         asked = RequestedRun(
-            run=run, optimizer=optimizer, config={"trainer": DEFAULTS}, slots={}, preset=preset, notes=notes
+            run=run,
+            optimizer=optimizer,
+            config={"trainer": DEFAULTS},
+            slots={},
+            preset=preset,
+            notes=notes,
+            data=data,
         )
         code = show(asked)
         return code, capsys.readouterr().out.splitlines()
@@ -141,3 +147,15 @@ def test_settings_of_the_strategy_that_do_not_fit_the_module(lines, settings, sa
     code, out = lines(strategy=FSDP2Strategy(**settings), devices=6, module=module)
     assert code == 2
     assert said in " ".join(" ".join(out).split())
+
+
+def test_offloading_that_would_move_nothing_is_known_before(lines):
+    code, out = lines(ActivationOffload(), data=Data)
+    assert code == 2
+    assert "refused   ActivationOffload would move nothing" in "\n".join(out)
+    code, out = lines(ActivationOffload(on_no_effect="warn"), data=Data)
+    assert code == 0
+    assert "notes     ActivationOffload would move nothing" in "\n".join(out)
+    code, out = lines(ActivationOffload())  # without data there is no batch
+    assert code == 0
+    assert "notes     Whether ActivationOffload moves anything is unknown here" in "\n".join(out)

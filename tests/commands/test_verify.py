@@ -189,6 +189,7 @@ REST_OF_VERDICT = {"block": None, "same": False, "nearest": FAR, "power": 9.0, "
         ({"blind": ["a skipped block"]}, 1, "CANNOT TELL: a skipped block"),
         ({"departures": [FAR] * 4, "block": BLOCK}, 1, f"RED: {BLOCK} "),
         ({"departures": [FAR] * 5, "block": BLOCK}, 1, "  and 1 more"),
+        ({"departures": [replace(FAR, distance=0.05021, allowed=0.05)]}, 1, "output: 0.0502, allowed 0.05"),
     ],
     ids=str,
 )

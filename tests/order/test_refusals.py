@@ -161,7 +161,7 @@ REFUSED = {
         run(callbacks=(Compile(backend="eager"), ActivationCheckpoint(memory_budget=0.5))),
         r"Compile\(backend='eager'\) is given with ActivationCheckpoint\(memory.*Use the default backend or 'aot_e",
     ),
-    "budget": (run(callbacks=(Budget(),)), "Budget has a setting that acts only on compiled code.*Add Compile"),
+    "budget": (run(callbacks=(Budget(),)), r"Budget\(memory_budget=...\) needs compiled code.*Add Compile"),
     "Transformer Engine, delayed": (
         run(precision=TEPrecision(recipe="delayed"), callbacks=(Compile(),)),
         r"TEPrecision\(recipe='delayed'\) is given with Compile.*Use recipe='current'",

@@ -2,14 +2,15 @@
 
 from lightning_ups.insight.memory.account import GIB, Moment, readable
 from lightning_ups.insight.memory.described_run import Uncountable
-from lightning_ups.insight.memory.devices import DEVICES, Device, device_of, textbook
+from lightning_ups.insight.memory.devices import DEVICES, Device, device_of
 from lightning_ups.insight.memory.owners import holders, is_out_of_memory
-from lightning_ups.insight.memory.plan import MOST, Planner, Variant
+from lightning_ups.insight.memory.plan import MOST, MOVES_NOTHING, Planner, Variant
 
 __all__ = [
     "DEVICES",
     "GIB",
     "MOST",
+    "MOVES_NOTHING",
     "Device",
     "Moment",
     "Planner",
@@ -19,5 +20,4 @@ __all__ = [
     "holders",
     "is_out_of_memory",
     "readable",
-    "textbook",
 ]

@@ -1,4 +1,4 @@
-"""The memory of GPUs, the part that a step may use, and the ZeRO table of textbooks."""
+"""The memory of GPUs, and the part that a step may use."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from lightning_ups.insight.memory.account import GIB
 
-__all__ = ["DEVICES", "Device", "device_of", "textbook"]
+__all__ = ["DEVICES", "Device", "device_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,23 +98,3 @@ def device_of(name: str) -> Device:
         f"The GPU {name!r} is not in the table."
         f" Use one of {', '.join(near or DEVICES)}, or its memory in GiB, as in --gpu 24."
     )
-
-
-def textbook(*, parameters: float = 7e9, devices: int = 8) -> dict[str, dict[str, float]]:
-    """Return bytes of model states on each device, by stage of ZeRO and by kind, without activations and buffers.
-
-    Mixed precision with Adam takes 2 bytes for a weight, 2 for its gradient, and 12 for the optimizer: a float32 copy
-    of the weight and two averages.
-    """
-    weights, gradients, optimizer = 2 * parameters, 2 * parameters, 12 * parameters
-    shares = {  # of weights, gradients and optimizer
-        "DDP": (1, 1, 1),
-        "ZeRO-1": (1, 1, devices),
-        "ZeRO-2": (1, devices, devices),
-        "ZeRO-3": (devices, devices, devices),
-    }
-    table = {}
-    for stage, (w, g, o) in shares.items():
-        parts = {"weights": weights / w, "gradients": gradients / g, "optimizer": optimizer / o}
-        table[stage] = {**parts, "total": sum(parts.values())}
-    return table

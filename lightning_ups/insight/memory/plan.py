@@ -26,9 +26,13 @@ from lightning_ups.order.precision import PolicyPrecision
 from lightning_ups.order.refusals import one_graph
 from lightning_ups.order.run import Placement, Run, Stage
 
-__all__ = ["MOST", "Planner", "Variant"]
+__all__ = ["MOST", "MOVES_NOTHING", "Planner", "Variant"]
 
 MOST = (1 << 20) - 1  # samples or positions: the limit of the search
+MOVES_NOTHING = (
+    "ActivationOffload would move nothing: its blocks save no tensor of at least min_mb, or do not run separately."
+    " Use larger batches, a smaller min_mb, or leave it out."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,11 @@ class Variant:
     state: float | None = None
     price: str = ""
     rank: int = 0
+
+    @property
+    def costs_speed(self) -> bool:
+        """Whether its only use is to save memory."""
+        return not self.price.startswith(("faster", "as fast"))
 
 
 class Planner:
@@ -122,10 +131,7 @@ class Planner:
         wanted = samples or self._samples_of(variant)
         step = self._at(variant, wanted) if tokens is None else self._step(variant, samples=wanted, tokens=tokens)
         if variant.change.offloading and not step.on_host:
-            raise Uncountable(
-                "ActivationOffload would move nothing: blocks save no tensor of at least min_mb, and copies of small"
-                " ones cost more time than they save memory. Use larger batches."
-            )
+            raise Uncountable(MOVES_NOTHING)
         return peak_of(step, self._layout(variant))
 
     def fits(self, variant: Variant, **size: int) -> bool:
@@ -222,7 +228,8 @@ class Planner:
                 change=Change(checkpointing="off"),
                 price="faster",
             )
-        for save, price, rank in (("matmuls", "1 to 5 % slower", 3), ("nothing", "15 to 25 % slower", 5)):
+        matmuls = "faster" if recomputed == "nothing" else "1 to 5 % slower"
+        for save, price, rank in (("matmuls", matmuls, 3), ("nothing", "15 to 25 % slower", 5)):
             if recomputed != save:
                 yield Variant(
                     name=f"ActivationCheckpoint(save={save})",

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
+
+from lightning_ups._compat.environment import usable_cores
 from lightning_ups.insight.throughput.meter import Summary
 
 __all__ = ["Bottleneck", "Check", "bottlenecks", "checks", "first_change", "unmeasured"]
@@ -46,18 +49,18 @@ class Bottleneck:
 
 def checks(summary: Summary) -> list[Check]:
     """Return the thresholds of what was measured in ``summary``."""
-    used, exposed = _used_memory(summary), _exposed_communication(summary)
+    used = _used_memory(summary)
     note = "" if used is None or 0.8 <= used <= 0.95 else "room for a larger batch" if used < 0.8 else "near OOM"
     found: list[tuple[str, float | None, str, Callable[[float], bool], str]] = [
-        ("GPU utilisation", summary.gpu.get("utilisation"), "> 80 %", lambda v: v > 0.8, ""),
+        ("GPU utilisation", summary.gpu.get("utilisation"), ">= 80 %", lambda v: v >= 0.8, ""),
         ("GPU memory", used, "80-95 %", lambda v: 0.8 <= v <= 0.95, note),
-        ("waiting for data", summary.split.get("data"), "< 5 %", lambda v: v < 0.05, ""),
-        ("exposed communication", exposed, "< 15 %", lambda v: v < 0.15, ""),
-        ("MFU", summary.utilisation.get("mfu"), "> 50 %", lambda v: v > 0.5, ""),
-        ("scaling efficiency", summary.scaling, "> 80 %", lambda v: v > 0.8, ""),
+        ("waiting for data", summary.split.get("data"), "<= 5 %", lambda v: v <= 0.05, ""),
+        ("exposed communication", _exposed_communication(summary), "<= 15 %", lambda v: v <= 0.15, ""),
+        ("MFU", summary.utilisation.get("mfu"), ">= 50 %", lambda v: v >= 0.5, ""),
+        ("scaling efficiency", summary.scaling, ">= 80 %", lambda v: v >= 0.8, ""),
     ]
     return [
-        Check(name=name, value=value, wanted=wanted, passed=is_good(value), note=note)
+        Check(name=name, value=value, wanted=wanted, passed=is_good(round(value, 3)), note=note)  # as it is printed
         for name, value, wanted, is_good, note in found
         if value is not None
     ]
@@ -116,15 +119,14 @@ def first_change(summary: Summary) -> Bottleneck | None:
 
 
 def _data(summary: Summary) -> Iterator[Bottleneck]:
-    if (share := summary.split.get("data", 0.0)) >= 0.05:
+    if round(share := summary.split.get("data", 0.0), 3) > 0.05:
         workers = summary.hints.get("num_workers")
-        more = "set num_workers of the DataLoader (start with 4 per GPU)" if workers == 0 else "raise num_workers"
         now = "" if workers is None else f", with num_workers={workers}"
         yield Bottleneck(
             name="slow loader",
             lost=share,
             what=f"{share:.0%} of each step is spent waiting for the next batch{now}",
-            change=f"{more}, raise prefetch_factor, or prepare the data ahead of training",
+            change=_more_workers(workers, cores=_cores_per_rank(summary)),
         )
     if (share := summary.split.get("transfer", 0.0)) >= 0.05:
         unpinned = summary.hints.get("pin_memory") is False
@@ -134,6 +136,23 @@ def _data(summary: Summary) -> Iterator[Bottleneck]:
             what=f"{share:.0%} of each step is spent copying the batch to the device",
             change="set pin_memory=True in the DataLoader" if unpinned else "send smaller dtypes and fewer tensors",
         )
+
+
+def _more_workers(workers: int | None, *, cores: int) -> str:
+    if workers is not None and workers >= cores:
+        all_busy = (
+            f"there is a worker for each of the {cores} usable cores" if cores > 1 else "a worker has the only core"
+        )
+        return f"prepare the data ahead of training or more cheaply: {all_busy}"
+    more = "raise num_workers" if workers else "set num_workers of the DataLoader"
+    return (
+        f"{more} (to at most {cores}, the usable cores), raise prefetch_factor, or prepare the data ahead of training"
+    )
+
+
+def _cores_per_rank(summary: Summary) -> int:
+    ranks_here = min(summary.num_devices, torch.cuda.device_count() or summary.num_devices)
+    return max(1, usable_cores() // ranks_here)
 
 
 def _without_data(summary: Summary, share: float) -> float:

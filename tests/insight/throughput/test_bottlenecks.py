@@ -66,17 +66,23 @@ def test_a_healthy_run_passes_everything_and_nothing_is_to_change():
 @pytest.mark.parametrize(
     ("changed", "name"),
     [
-        ({"gpu": {"utilisation": 0.8}}, "GPU utilisation"),
+        ({"gpu": {"utilisation": 0.799}}, "GPU utilisation"),
         ({"memory": SMALL}, "GPU memory"),
         ({"memory": {**SMALL, "reserved": 139 * GIB}}, "GPU memory"),
-        ({"split": split(data=0.05)}, "waiting for data"),
-        ({"inspection": looked(exposed_communication=0.15)}, "exposed communication"),
-        ({"utilisation": {"mfu": 0.5}}, "MFU"),
-        ({"single_device": 1.25e5}, "scaling efficiency"),
+        ({"split": split(data=0.051)}, "waiting for data"),
+        ({"inspection": looked(exposed_communication=0.151)}, "exposed communication"),
+        ({"utilisation": {"mfu": 0.499}}, "MFU"),
+        ({"single_device": 1.252e5}, "scaling efficiency"),
     ],
 )
 def test_each_threshold_can_fail(changed, name):
     assert [check.name for check in checks(run(**changed)) if check.passed is False] == [name]
+
+
+def test_a_threshold_compares_what_is_printed():
+    (waiting,) = [check for check in checks(run(split=split(data=0.0504))) if check.name == "waiting for data"]
+    assert (f"{waiting.value:.1%}", waiting.wanted, waiting.passed) == ("5.0%", "<= 5 %", True)
+    assert first_change(run(split=split(data=0.0504))) is None
 
 
 def test_only_what_was_measured_is_a_threshold_and_what_could_be_has_its_cure():
@@ -160,9 +166,22 @@ def test_workers_that_start_with_each_epoch_are_named():
     assert "persistent_workers" not in first_change(run(between_s=50.0, hints={"num_workers": 0})).change
 
 
-def test_an_unknown_loader_gets_general_advice():
-    (found,) = [each for each in bottlenecks(run(split={"data": 0.5}, hints={})) if each.name == "slow loader"]
-    assert found.change.startswith("raise num_workers")
+@pytest.mark.parametrize(
+    ("workers", "advice"),
+    [
+        (None, "set num_workers of the DataLoader (to at most 4,"),
+        (0, "set num_workers of the DataLoader (to at most 4,"),
+        (3, "raise num_workers (to at most 4,"),
+        (4, "prepare the data ahead of training or more cheaply: there is a worker for each of the 4"),
+    ],
+)
+def test_no_more_workers_than_cores_are_advised(monkeypatch, workers, advice):
+    monkeypatch.setitem(bottlenecks.__globals__, "usable_cores", lambda: 4)
+    hints = {} if workers is None else {"num_workers": workers}
+    slow = Summary(
+        unit="samples", device="cpu", num_devices=1, steps=9, warmup_steps=0, split={"data": 0.5}, hints=hints
+    )
+    assert first_change(slow).change.startswith(advice)
 
 
 def test_a_power_limit_alone_is_no_trouble():
