@@ -49,13 +49,6 @@ class Toy(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Unannotated(Toy):
-    """Says of its width neither what it is nor what it is by default."""
-
-    def __init__(self, wide, act="gelu"):
-        super().__init__(width=8 if wide is None else wide)
-
-
 class Predicting(Toy):
     """Predicts."""
 
@@ -142,10 +135,6 @@ class Part:
         self.p, self.q = p, q
 
 
-class OtherPart(Part):
-    """Another one."""
-
-
 class Various(Toy):
     """Takes what YAML writes in another way than Python has it; one setting has no default."""
 
@@ -222,10 +211,3 @@ class Replacing(SingleDeviceStrategy):
             for name, parameter in [*module.named_parameters(recurse=False)]:
                 setattr(module, name, nn.Parameter(parameter.detach().clone()))
         super().setup(trainer)
-
-
-class Plain(Toy):
-    """Takes nothing."""
-
-    def __init__(self):
-        super().__init__()

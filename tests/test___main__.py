@@ -164,33 +164,6 @@ def test_an_interruption(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == ["Interrupted."]
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", [["presets"], ["--help"]])
-def test_output_that_no_one_reads_is_no_traceback(words, unbuffered):
-    reader, writer = os.pipe()
-    os.close(reader)
-    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    ran = subprocess.run(
-        [sys.executable, "-m", "lightning_ups", *words],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    os.close(writer)
-    assert (ran.returncode, ran.stderr) == (141, "")
-
-
-def test_a_pipe_of_the_users_that_breaks_keeps_its_traceback(monkeypatch):
-    def write(words):
-        raise BrokenPipeError("of a worker")
-
-    monkeypatch.setattr(command_line, "_run", write)
-    with pytest.raises(BrokenPipeError, match="of a worker"):
-        main([])
-
-
 def test_an_interruption_that_lightning_has_handled(monkeypatch):
     def interrupt(words):
         try:
@@ -200,13 +173,6 @@ def test_an_interruption_that_lightning_has_handled(monkeypatch):
 
     monkeypatch.setattr(command_line, "_run", interrupt)
     assert main([]) == 130
-
-
-def test_leaving_is_leaving(monkeypatch):
-    monkeypatch.setattr(command_line, "_run", lambda words: sys.exit(3))
-    with pytest.raises(SystemExit) as stop:
-        main([])
-    assert stop.value.code == 3
 
 
 def test_a_console_script_finds_modules_where_it_runs(tmp_path):

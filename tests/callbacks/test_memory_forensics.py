@@ -230,20 +230,6 @@ def test_a_run_that_cannot_be_counted_says_so(tmp_path):
     assert "What the run needs could not be counted: Odd.training_step depends on values" in str(error)
 
 
-class Loading(Odd):
-    """Has a ``configure_model`` that needs the machine, and does not run on the meta device."""
-
-    def configure_model(self):
-        if next(self.parameters()).is_meta:
-            raise FileNotFoundError("no such file as weights.bin")
-
-
-def test_an_error_while_planning_does_not_hide_the_one_that_counts(tmp_path):
-    error = fit(MemoryForensics(), module=Loading(), folder=tmp_path, plugins=None)
-    assert "Out of memory on cpu" in str(error)
-    assert "could not be counted: FileNotFoundError: no such file as weights.bin" in str(error)
-
-
 class Unlucky(Odd):
     def training_step(self, batch, _):
         return self.layers[0](batch.float()).square().mean()
@@ -290,26 +276,9 @@ def test_the_alarm_before_it(tmp_path, counters):
     assert "1.0 GiB allocated, 2.0 GiB reserved" in str(alarms[0].message)
 
 
-def test_no_alarm_while_all_goes_well(tmp_path, counters):
-    counters(counted(7))  # retries of an earlier run
-    fit(MemoryForensics(every=1), folder=tmp_path, expect=None)  # a warning would be an error
-
-
-def test_it_looks_now_and_then(tmp_path, monkeypatch):
-    looks = []
-    monkeypatch.setattr(MemoryForensics, "_look", lambda self, device: looks.append(device))
-    fit(MemoryForensics(every=2), folder=tmp_path, expect=None)
-    assert len(looks) == 2  # at the first and the third of four
-
-
 def test_nothing_stays_on_the_module(tmp_path):
     module = GPTModule(size="tiny")
     callback = MemoryForensics()
     fit(callback, module=module, folder=tmp_path, expect=None)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
     assert callback._batch is None
-
-
-def test_every_is_checked():
-    with pytest.raises(ValueError, match=r"Use 1 or more\.$"):
-        MemoryForensics(every=0)

@@ -62,13 +62,6 @@ def test_losses_are_those_without_it(tmp_path, masters, options, update):
         assert torch.equal(module.state_dict()[name], value), name
 
 
-def test_it_says_what_it_does(tmp_path, caplog):
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit(tmp_path, [OptimizerOffload(update="host")])
-    said = [line for line in caplog.messages if line.startswith("OptimizerOffload: ")]
-    assert said == ["OptimizerOffload: state of AdamW on the host, stepped on the CPU"]
-
-
 @pytest.mark.parametrize("weights", ["autocast", "masters"])
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["accumulate and clip"]], ids=["plain", "all"])
 def test_where_there_is_one_kernel_chunks_are_stepped_by_it(tmp_path, monkeypatch, weights, options):
@@ -178,12 +171,6 @@ def test_no_effect_is_an_error(tmp_path):
         fit(tmp_path, [OptimizerOffload(on_no_effect="warn")], kind=Stateless)
 
 
-def test_without_state_but_with_masters_there_is_something_to_move(tmp_path):
-    _, right = fit(tmp_path, kind=Stateless, masters=True)
-    _, module = fit(tmp_path, [OptimizerOffload()], kind=Stateless, masters=True)
-    assert torch.equal(torch.stack(module.losses), torch.stack(right.losses))
-
-
 class Normed(torch.optim.SGD):
     """Looks at all gradients at once."""
 
@@ -205,19 +192,6 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"^Normed cannot be offloaded") as refused:
         fit(tmp_path, [OptimizerOffload()], kind=Refused)
     assert str(refused.value).endswith("such as AdamW, or leave the offloading out.")
-
-
-class Owner(Declaration):
-    stage = Stage.OPTIMIZERS
-    owns_optimizer_state = True
-
-    def wrap(self, optimizer, context):
-        return optimizer
-
-
-def test_one_owner_of_the_state(tmp_path):
-    with pytest.raises(ValueError, match=r"^OptimizerOffload and Owner would both .* Keep one of them\.$"):
-        fit(tmp_path, [OptimizerOffload(), Owner()])
 
 
 def test_torchaos_own_is_refused_where_it_is_not_valid(tmp_path):

@@ -1,4 +1,3 @@
-import logging
 import signal
 import threading
 import warnings
@@ -8,11 +7,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_ups.callbacks import AccelerationFlags, LeanProgressBar, TokenThroughput, TrainingReport
+from lightning_ups.callbacks import AccelerationFlags, LeanProgressBar, TrainingReport
 from lightning_ups.callbacks.logs import training_report
 from lightning_ups.callbacks.logs.late_logs import LateLogs
 from lightning_ups.order import applied
@@ -342,29 +341,6 @@ def test_what_another_thread_logs_goes_straight_through(tmp_path, late_device):
     assert rows.called.count((False, True)) == len(rows.called) - 8, "every row from the thread that trains"
 
 
-def test_rows_keep_their_order_while_another_thread_is_in_a_logger(tmp_path, late_device):
-    rows = FromThreads(late_device)
-
-    class Slow(Monitor):
-        def on_train_batch_start(self, trainer, module, batch, index):
-            if index == 3:  # a row is on its way
-                self.tell()
-                assert rows.entered.wait(60)
-
-        def on_train_end(self, *_):
-            rows.go_on.set()
-            self.threads[-1].join(60)
-
-    fitted(tmp_path, Logging(late_device), loggers=rows, before=[Slow(rows)], limit_val_batches=1, val_check_interval=4)
-    kinds = [
-        (step, "train" if "train_loss" in metrics else "gpu" if "gpu" in metrics else "val")
-        for step, _, metrics in rows.rows
-    ]
-    kinds.remove((0, "gpu"))
-    assert kinds[:5] == [(1, "train"), (3, "train"), (0, "val"), (3, "val"), (5, "train")]
-    assert rows.when == [(1, 4), (3, 4), (5, 8), (7, 8)]
-
-
 class Broken(Rows):
     """Its server goes away after the first rows."""
 
@@ -434,42 +410,6 @@ def test_a_logger_that_fails_at_the_end_does_not_hide_why_the_run_ends(tmp_path,
     assert [str(one.message).partition(". ")[0] for one in said] == ([lost] if warns == "always" else [])
 
 
-def test_a_device_that_does_not_answer_keeps_no_last_checkpoint_back(tmp_path, late_device, monkeypatch):
-    monkeypatch.setattr("lightning_ups.callbacks.logs.late_logs._PATIENCE_S", 0.05)
-    late_device.lag, rows, module = 1000, Rows(late_device), Logging(late_device)
-    module.late, module.fails_at = LateDevice(lag=0), {4: RuntimeError("the first error")}
-    fails(tmp_path, module, rows, RuntimeError("the first error"))
-    assert rows.rows == []
-    assert late_device.waits == []
-
-
-def test_a_run_goes_on_logging_if_somebody_catches_a_loggers_failure(tmp_path, late_device):
-    rows, caught = Rows(late_device), []
-
-    class Careful(Callback):
-        def on_train_batch_start(self, trainer, module, batch, index):
-            if index == 3:
-                rows.save = lambda: 1 / 0
-                try:
-                    trainer.logger.log_metrics({"mine": 1.0}, step=index)
-                except ZeroDivisionError as error:
-                    caught.append(error)
-                del rows.save
-
-    fitted(tmp_path, Logging(late_device), loggers=rows, callbacks=[Careful()])
-    assert len(caught) == 1
-    assert [step for step, _ in rows.when] == [1, 3, 5, 7]
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_while_a_row_is_waited_for_loses_none(tmp_path, late_device):
-    rows, module = Rows(late_device), Logging(late_device)
-    late_device.lag, late_device.interrupts = 1000, True
-    with pytest.raises(SystemExit):
-        fitted(tmp_path, module, loggers=rows, max_epochs=2)
-    assert [step for step, _ in rows.when] == [1, 3, 5, 7]
-
-
 class OtherLoggers(Callback):
     """Gives the trainer another logger for a while, as a search for a learning rate does, and logs by it."""
 
@@ -502,43 +442,6 @@ def test_every_logger_is_as_it_was_afterwards(tmp_path, late_device):
     assert not [logger for logger in loggers if "log_metrics" in vars(logger)]
 
 
-def test_throughput_and_guard_read_nothing_between(tmp_path, late_device):
-    rows = Rows(late_device)
-    fitted(tmp_path, Logging(late_device), loggers=rows, callbacks=[TokenThroughput(unit="samples", warmup_steps=1)])
-    steps = [step for step, _, _ in rows.rows]
-    assert steps == sorted(steps), "its rows stand between ours as they would"
-    assert [step for step, _ in rows.when] == [1, 3, 5, 7]
-    assert late_device.waits in ([], [8]), "it logs of a step what the device reached before"
-
-
-def test_tensorboard_gets_each_value_at_its_step(tmp_path, late_device):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-
-    def curve(folder, **options):
-        board = TensorBoardLogger(folder)
-        fitted(folder, Logging(options.pop("device", None)), loggers=board, **options)
-        found = events.EventAccumulator(board.log_dir)
-        found.Reload()
-        return {tag: [(one.step, one.value) for one in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
-
-    late = curve(tmp_path / "late", device=late_device)
-    assert len(late["train_loss"]) == 4
-    assert late == curve(tmp_path / "stock", late=False)
-
-
-def test_a_metric_of_several_numbers_is_refused_at_its_step(tmp_path, late_device):
-    with pytest.raises(ValueError, match="does not contain a single element"):
-        late_rows(tmp_path, late_device, {"many": torch.ones(2)})
-
-
-def late_rows(tmp_path, device, metrics):
-    run = Trainer(logger=Rows(device), accelerator="cpu", default_root_dir=tmp_path, enable_checkpointing=False)
-    run._logger_connector._first_loop_iter, run.training = True, True
-    with LateLogs(run):
-        run._logger_connector.log_metrics(metrics)
-    return run.logger.rows
-
-
 def test_a_row_of_plain_numbers_keeps_its_place_behind_one_that_waits(tmp_path, late_device):
     run = Trainer(logger=Rows(late_device), accelerator="cpu", default_root_dir=tmp_path, enable_checkpointing=False)
     run._logger_connector._first_loop_iter, run.training = True, True
@@ -551,36 +454,6 @@ def test_a_row_of_plain_numbers_keeps_its_place_behind_one_that_waits(tmp_path, 
         logs.look()
     assert [metrics for _, _, metrics in run.logger.rows] == [{"a": 1.0, "z": 4, "epoch": 0}, {"b": 2.0, "epoch": 0}]
     assert run.logger.saved == 2
-
-
-def test_a_row_of_another_thread_is_stocks_and_moves_none_that_waits(tmp_path, late_device):
-    run = Trainer(logger=Rows(late_device), accelerator="cpu", default_root_dir=tmp_path, enable_checkpointing=False)
-    run._logger_connector._first_loop_iter, run.training = True, True
-    late_device.lag = 0
-    with LateLogs(run) as logs:
-        run._logger_connector.log_metrics({"a": torch.tensor(1.0)})
-        for work in (lambda: run._logger_connector.log_metrics({"b": torch.tensor(2.0)}), logs.look, logs.flush):
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-        assert [metrics for _, _, metrics in run.logger.rows] == [{"b": 2.0, "epoch": 0}]
-    assert [metrics for _, _, metrics in run.logger.rows] == [{"b": 2.0, "epoch": 0}, {"a": 1.0, "epoch": 0}]
-
-
-def test_it_is_said_in_one_line_and_only_where_it_acts(tmp_path, late_device, caplog):
-    module = Logging(late_device)
-    said = []
-    module.on_train_end = lambda: said.extend(
-        applied(module.trainer.strategy).report.parts["AccelerationFlags"]["lines"]
-    )
-    with caplog.at_level(logging.INFO):
-        fitted(tmp_path, module, loggers=Rows(late_device))
-    assert said == [line for line in said if "reach the loggers when the GPU has computed them" in line]
-    assert len(said) == 1
-    said.clear()
-    fitted(tmp_path, module, loggers=False)
-    fitted(tmp_path, module, loggers=Rows(late_device), late=False)
-    assert said == []
 
 
 def test_on_a_cpu_nothing_is_put_in_between(tmp_path):

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import AccelerationFlags, ActivationCheckpoint, RunManifest
 from lightning_ups.insight.report.manifest import difference, read
-from lightning_ups.order.precision import policy_precision
 from lightning_ups.precision import BF16Precision
 from tests.toys import Net, data, loader, trainer
 
@@ -177,18 +176,6 @@ def test_what_the_parts_report_is_in_it_wherever_it_stands_in_the_list(tmp_path,
     assert "3 blocks" in found["report"]["ActivationCheckpoint"]["lines"][0]
 
 
-def test_facts_that_a_part_adds_later_are_in_the_end(tmp_path):
-    class Late(ActivationCheckpoint):
-        def change(self, module, context):
-            self.report = context.report
-            return super().change(module, context)
-
-        def on_train_end(self, *_):
-            self.report.update("Late", graphs=3)
-
-    assert fit(tmp_path, Late())["report"]["Late"]["graphs"] == 3
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_types_are_those_that_the_layers_really_have(tmp_path, precision):
     seen = {}
@@ -207,24 +194,6 @@ def test_types_are_those_that_the_layers_really_have(tmp_path, precision):
     assert found["precision"]["name"] == precision
     assert found["precision"]["layers"] == {"Linear": {next(iter(seen.values())): 7}}
     assert len({*seen.values()}) == 1
-
-
-def test_nothing_is_said_of_a_precision_that_ran_no_step(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(policy_precision, "rank_zero_info", said.append)
-    run = trainer(tmp_path, callbacks=[RunManifest()], plugins=[BF16Precision()])
-    net = Net()
-    net.validation_step = net.training_step
-    run.validate(net, [])
-    assert said == []
-
-
-def test_graphs_that_the_user_compiles_count(tmp_path):
-    class Function(Net):
-        def training_step(self, batch, index):
-            return torch.compile(lambda x: self.head(x).square().mean(), backend="eager")(batch)
-
-    assert fit(tmp_path, model=Function())["compiled"]["graphs"] > 0
 
 
 def test_nothing_of_the_run_changes_and_it_looks_only_at_the_start(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 
 from lightning_ups.callbacks.logs.text_sample import TextSample
-from lightning_ups.precision import BF16Precision
 from tests.toys import Net, data, loader, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -67,10 +66,6 @@ def test_hands_on_how_to_draw(tmp_path):
     assert module.options == {"num_tokens": 2, "temperature": 0.5, "top_k": 7, "seed": 3}
 
 
-def test_a_temperature_of_many_digits_is_handed_on_as_a_float():
-    assert type(TextSample(temperature=10**30).temperature) is float
-
-
 def test_evaluates_and_leaves_every_mode_as_it_was(tmp_path):
     module = fit(tmp_path, TextSample())
     assert module.modes == (False, False)
@@ -79,13 +74,6 @@ def test_evaluates_and_leaves_every_mode_as_it_was(tmp_path):
 
 def test_computes_in_the_precision_of_the_run(tmp_path):
     assert fit(tmp_path, TextSample(), precision="bf16-mixed").computed_in == torch.bfloat16
-
-
-def test_says_nothing_of_the_precision_once_the_run_has_said_it(tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        fit(tmp_path, TextSample(), plugins=[BF16Precision()])
-    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Precision:")]
-    assert said == ["Precision: BF16Precision computes in bfloat16, by autocast"]
 
 
 def test_compiles_nothing_for_the_growing_text(tmp_path):
@@ -140,18 +128,6 @@ def test_a_prompt_without_tokens_is_told_before_training(tmp_path):
     fit(tmp_path, TextSample(prompt="", num_tokens=1), datamodule=Begun())
 
 
-@pytest.mark.parametrize("tokens", [torch.tensor([[97, 98]]), [[97, 98]], [0.5], "ab", object()])
-def test_what_is_no_list_of_tokens_is_told_before_training(tmp_path, tokens):
-    class Odd(Letters):
-        def encode(self, text):
-            return tokens
-
-    module, kind = Writer(), type(tokens).__name__
-    with pytest.raises(TypeError, match=rf"Odd\.encode returned a {kind} .*Let encode return a list of integers\.$"):
-        fit(tmp_path, TextSample(prompt="ab"), module=module, datamodule=Odd())
-    assert module.losses == []
-
-
 def test_tokens_may_be_a_tensor(tmp_path, capsys):
     class Ready(Letters):
         def encode(self, text):
@@ -159,15 +135,6 @@ def test_tokens_may_be_a_tensor(tmp_path, capsys):
 
     fit(tmp_path, TextSample(prompt="ab", num_tokens=3), datamodule=Ready())
     assert "\nabcde\n" in capsys.readouterr().out
-
-
-def test_a_prompt_of_unknown_letters_is_told_before_training(tmp_path):
-    class Few(Letters):
-        def encode(self, text):
-            return [ord(letter) for letter in text if letter in "xyz"]
-
-    with pytest.raises(ValueError, match=r"TextSample\(prompt='ab'\).*a text that the datamodule has tokens for\.$"):
-        fit(tmp_path, TextSample(prompt="ab"), datamodule=Few())
 
 
 def test_a_module_that_cannot_write_is_told_before_training(tmp_path):

@@ -3,7 +3,6 @@
 import csv
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -364,19 +363,6 @@ def test_a_look_that_is_interrupted_is_tried_again(tmp_path, looking):
     assert len(looking) <= 2 * (3 + 5)
 
 
-def test_an_exception_ends_a_look(tmp_path, looking):
-    class Failing(Net):
-        def training_step(self, batch, index):
-            if index == 7:
-                raise RuntimeError("stop here")
-            return super().training_step(batch, index)
-
-    with pytest.raises(RuntimeError, match="stop here"):
-        fitted(tmp_path, Failing(), inspect_at=6)
-    assert FakeKernels.running == 0
-    assert looking == ["begin", "end"]
-
-
 def test_measuring_may_pause(tmp_path):
     class Toggle(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, index):
@@ -426,32 +412,6 @@ class Takes(Net):
 
     def training_step(self, batch, index):
         return super().training_step(self.find(batch), index)
-
-
-@dataclass
-class Batch:
-    x: torch.Tensor
-
-
-class Opaque:
-    def __init__(self, x):
-        self.x = x
-
-
-@pytest.mark.parametrize(
-    ("made", "find", "unit", "units"),
-    [
-        (lambda x: {"observation.state": x}, lambda batch: batch["observation.state"], "samples", 2),
-        (Batch, lambda batch: batch.x, "samples", 2),
-        (Opaque, lambda batch: batch.x, "batches", 1),
-    ],
-    ids=["dotted name", "dataclass", "unknown"],
-)
-def test_whatever_a_batch_is_training_goes_on(tmp_path, made, find, unit, units):
-    data = DataLoader(Many(16), batch_size=2, collate_fn=lambda rows: made(torch.stack(rows)))
-    throughput, _ = fitted(tmp_path, Takes(find), data, unit="auto")
-    summary = throughput.summary
-    assert (summary.unit, summary.units_per_step, summary.steps) == (unit, units, 6)
 
 
 def test_a_loader_of_several_may_end_early(tmp_path):
@@ -528,35 +488,6 @@ def test_the_manifest_keeps_it_without_any_declaration(tmp_path):
     assert manifest.manifest["report"]["TokenThroughput"]["units_per_s"] == throughput.summary.units_per_s
 
 
-@pytest.mark.parametrize("peak", [{"fp8": 1.0}, 1.0])
-def test_a_peak_of_another_type_is_no_peak(tmp_path, peak):
-    class Double(Net):
-        def __init__(self):
-            super().__init__()
-            self.double()
-
-        def training_step(self, batch, index):
-            return super().training_step(batch.double(), index)
-
-    throughput, _ = fitted(tmp_path, Double(), many(16), peak_tflops=peak)
-    if isinstance(peak, float):
-        assert throughput.summary.utilisation["mfu"] > 0
-    else:
-        assert throughput.summary.utilisation == {}
-        assert "in float64 is not known; give peak_tflops as a number" in throughput.summary.why_no_mfu
-        throughput, _ = fitted(tmp_path, data=many(16), peak_tflops=peak)
-        assert throughput.summary.utilisation == {}
-        assert "computes in fp32, which peak_tflops does not have" in throughput.summary.why_no_mfu
-
-
-def test_two_of_them_are_refused_and_leave_the_trainer_as_it_was(tmp_path):
-    made = trainer(tmp_path, callbacks=[TokenThroughput(table=False), TokenThroughput(table=False)], epochs=1)
-    stock = made.profiler
-    with pytest.raises(ValueError, match="Two callbacks of one class are given: TokenThroughput"):
-        made.fit(Net(), many(8))
-    assert made.profiler is stock
-
-
 def test_fast_dev_run_is_left_alone(tmp_path, capsys):
     throughput = TokenThroughput()
     trainer(tmp_path, callbacks=[throughput], fast_dev_run=2).fit(Net(), many())
@@ -591,22 +522,6 @@ def test_what_cannot_be_counted_is_said(tmp_path, caplog):
     assert "give flops_per_unit" in throughput.summary.why_no_mfu
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_first_step_that_computes_nothing_has_no_mfu(tmp_path):
-    class Late(Net):
-        def training_step(self, batch, index):
-            return super().training_step(batch, index) if index else None
-
-    throughput, _ = fitted(tmp_path, Late(), peak_tflops=1.0)
-    assert throughput.summary.utilisation == {}
-    assert "no products that can be counted; give flops_per_unit" in throughput.summary.why_no_mfu
-
-
-def test_a_first_batch_of_no_units_is_said(tmp_path):
-    throughput, _ = fitted(tmp_path, peak_tflops=1.0, unit="points", count=lambda batch: 0)
-    assert "the first batch holds no points" in throughput.summary.why_no_mfu
-
-
 @pytest.mark.parametrize(
     ("found", "what"), [(None, "None, a NoneType"), (torch.ones(3), r"a tensor \[3\]"), (np.ones(3), r"an array \[3\]")]
 )
@@ -639,37 +554,8 @@ def test_a_second_fit_measures_anew(tmp_path):
     assert throughput.summary.steps == 2 * 20 - 2
 
 
-class NoOptimizer(Net):
-    def configure_optimizers(self):
-        raise RuntimeError("no optimizer")
-
-
 class Validated(Net):
     def validation_step(self, batch, index): ...
-
-
-class NotSane(Net):
-    def validation_step(self, batch, index):
-        raise RuntimeError("not sane")
-
-    def val_dataloader(self):
-        return many(4)
-
-
-@pytest.mark.parametrize("module", [NoOptimizer(), NotSane(), None], ids=["optimizer", "sanity", "no batches"])
-def test_a_second_fit_that_does_not_train_has_no_figures(tmp_path, module):
-    throughput = TokenThroughput(warmup_steps=2, table=False, unit="samples")
-    trainer(tmp_path, callbacks=[throughput], epochs=1).fit(Net(), many(20))
-    assert throughput.summary is not None
-    made = trainer(tmp_path, callbacks=[throughput], epochs=1, limit_train_batches=0 if module is None else 1.0)
-    made.validate(Validated(), many(4), verbose=False)
-    assert throughput.summary is not None, "of the last fit"
-    if module is None:
-        made.fit(Net(), many(20))
-    else:
-        with pytest.raises(RuntimeError, match=r"no optimizer|not sane"):
-            made.fit(module, many(20))
-    assert throughput.summary is None
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
@@ -689,48 +575,6 @@ def test_a_batch_that_the_step_leaves_out_does_not_count(tmp_path, accumulate, s
     summary = throughput.summary
     assert summary.steps == steps
     assert summary.units_per_step * summary.steps == pytest.approx(4 * batches)
-
-
-class Raw(Net):
-    """Steps an optimizer by hand, every second time, past Lightning, which counts no step of it."""
-
-    def __init__(self, *, every=2):
-        super().__init__()
-        self.automatic_optimization, self.every = False, every
-
-    def training_step(self, batch, index):
-        self.manual_backward(super().training_step(batch, index))
-        if (index + 1) % self.every == 0:
-            optimizer = self.optimizers(use_pl_optimizer=False)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def test_steps_that_lightning_does_not_hear_of_count(tmp_path):
-    throughput, made = fitted(tmp_path, Raw())
-    assert made.global_step == 0
-    assert (throughput.summary.steps, throughput.summary.units_per_step) == (16 - 2, 4)
-    assert not any(optimizer._optimizer_step_post_hooks for optimizer in made.optimizers)
-
-
-@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
-def test_where_no_optimizer_is_known_each_batch_is_a_step(tmp_path):
-    class Own(Raw):
-        def configure_optimizers(self):
-            self.own = super().configure_optimizers()
-
-        def optimizers(self, use_pl_optimizer=True):
-            return self.own
-
-    throughput, _ = fitted(tmp_path, Own())
-    assert (throughput.summary.steps, throughput.summary.units_per_step) == (32 - 2, 2)
-
-
-def test_where_no_optimizer_makes_a_step_it_is_said(tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        fitted(tmp_path, Raw(every=1000))
-    assert "measured nothing: in 32 batches no optimizer of configure_optimizers made a step" in caplog.text
-    assert "Return from there" in caplog.text
 
 
 def test_an_exception_leaves_the_trainer_as_it_was(tmp_path):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
@@ -98,17 +98,6 @@ def test_the_logger_gets_all_it_got_before_and_is_left_as_it_was(tmp_path):
     assert logged[0] == logged[1]
 
 
-def test_an_error_without_text_is_reported_by_its_class(tmp_path):
-    class Failing(Logging):
-        def training_step(self, batch, index):
-            raise NotImplementedError
-
-    report = TrainingReport(pictures=False)
-    with pytest.raises(NotImplementedError):
-        fit(tmp_path, report, module=Failing())
-    assert "NotImplementedError</p>" in report.path.read_text()
-
-
 def test_a_run_that_fails_has_its_report(tmp_path):
     class Failing(Logging):
         def training_step(self, batch, index):
@@ -190,14 +179,6 @@ def test_an_interrupted_run_has_its_speed_whichever_stands_first(tmp_path, first
     assert "samples per second" in text
 
 
-def test_a_method_of_the_users_own_is_given_back_to_the_logger(tmp_path):
-    logger, seen = CSVLogger(tmp_path), []
-    logger.log_metrics = own = lambda metrics, step=None: seen.append(step)
-    fit(tmp_path, TrainingReport(pictures=False), logger=logger)
-    assert logger.log_metrics is own
-    assert seen
-
-
 def test_fast_dev_run_leaves_nothing(tmp_path):
     report = TrainingReport(pictures=False)
     fit(tmp_path, report, fast_dev_run=2, max_epochs=1)
@@ -226,46 +207,3 @@ def test_trials_of_the_tuner_leave_the_names_to_the_run(tmp_path, monkeypatch):
     assert (report.path, manifest.path, throughput.summary) == (None, None, None)
     run.fit(model)
     assert (report.path.name, manifest.path.name) == ("report.html", "manifest.json")
-
-
-def test_evaluation_leaves_no_report(tmp_path):
-    report = TrainingReport(pictures=False)
-    Trainer(
-        accelerator="cpu",
-        callbacks=[report],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    ).validate(Logging(), loader(), verbose=False)
-    assert not [*tmp_path.glob("*.html")]
-
-
-class NoOptimizer(Logging):
-    def configure_optimizers(self):
-        raise RuntimeError("no optimizer")
-
-
-class NoSetup(Callback):
-    def setup(self, trainer, pl_module, stage):
-        raise RuntimeError("no optimizer")
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=["before", "after"])
-@pytest.mark.parametrize("by", [NoOptimizer, NoSetup])
-def test_a_fit_that_fails_early_has_nothing_of_the_one_before(tmp_path, order, by):
-    parts = [TrainingReport(pictures=False), throughput(), RunManifest()]
-    callbacks, report = [parts[place] for place in order], parts[0]
-    fit(tmp_path, *callbacks)
-    first = report.path
-    more = [NoSetup()] if by is NoSetup else []
-    with pytest.raises(RuntimeError, match="no optimizer"):
-        fit(tmp_path, callbacks[0], *more, *callbacks[1:], module=NoOptimizer())
-    if report.path == first:  # the report itself heard nothing of a second fit
-        return
-    text = report.path.read_text()
-    assert "waiting for data" not in text
-    assert "failed, 0 steps" in text
-    assert '"status": "finished"' not in text.replace("&quot;", '"')
-    assert "&quot;model&quot;" not in text
