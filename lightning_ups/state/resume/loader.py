@@ -6,7 +6,7 @@ prefetchers have read further. To restore it, the iterator is created from the f
 the second. The first batches of indices are drawn and dropped, so that no consumed sample is read, and a checksum over
 them shows whether they are those that were trained on. Batches that this process had read ahead are read again from the
 state in which they were read. Then the generators get their state at the time of saving. A sampler's own seed is not in
-a generator; see `sampler`.
+a generator; see `_order_of`.
 
 The iterator is created late, when its first batch is requested, so that the same hooks run before it as in an
 uninterrupted run.
@@ -15,58 +15,28 @@ uninterrupted run.
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_ups._compat.lightning.loaders import Followed, generators_of, keeps_workers, reads_by_index
-from lightning_ups.state.resume.sampler import as_text, order_of, put_back_seed
 from lightning_ups.transforms.random_state import host_state, restore_host_state
 
-__all__ = ["FollowedLoader", "Listener"]
+if TYPE_CHECKING:
+    from lightning_ups.state.resume.resumption import Resumption
+
+__all__ = ["FollowedLoader"]
 
 _REMEMBERED = 64  # batches that may be read ahead
 _SAME_SAMPLER = (
     "Under distributed strategies Lightning puts in a sampler of its own, which shuffles: go on with the strategy that"
     " wrote the checkpoint, on one device, too, or give the loader the sampler that it had."
 )
-
-
-class Listener(Protocol):
-    """Owns the state of the generators at the time of saving, until it is restored."""
-
-    @property
-    def waiting(self) -> bool:
-        """Whether it is still to be restored."""
-        ...
-
-    @property
-    def before_epoch(self) -> bool:
-        """Whether it is restored when the next epoch begins, and not by its first batch."""
-        ...
-
-    def put_back(self) -> None:
-        """Restore it, unless that was done or an epoch is about to begin."""
-        ...
-
-    def lend(self, function: Callable[[], Any]) -> Any:
-        """Call ``function`` with that state, and remember the state afterwards."""
-        ...
-
-    def name(self, *reasons: str, cure: str = ...) -> None:
-        """Warn or raise because of ``reasons`` why this run may differ from the saved one."""
-        ...
-
-    def review(self) -> None:
-        """Look for such reasons."""
-        ...
-
-    def make_iterators(self) -> None:
-        """Create the missing iterators of all loaders."""
-        ...
 
 
 @dataclass
@@ -85,10 +55,10 @@ class FollowedLoader:
 
     Args:
         loader: A DataLoader, a wrapper with the attribute ``loader``, or any iterable.
-        listener: Provides generator states, and is notified of what cannot be replayed.
+        listener: Holds the generators' state at the time of saving, and reports what cannot be replayed.
     """
 
-    def __init__(self, loader: Any, listener: Listener) -> None:
+    def __init__(self, loader: Any, listener: "Resumption") -> None:
         self._given, self._inner, self._listener = loader, _innermost(loader), listener
         self._stateful = hasattr(self._inner, "state_dict") and hasattr(self._inner, "load_state_dict")
         self._by_index = reads_by_index(self._inner)
@@ -124,7 +94,7 @@ class FollowedLoader:
     @property
     def order(self) -> dict[str, Any] | None:
         """The properties of the loader's sampler that determine the order of samples, besides generators."""
-        return order_of(self._inner)
+        return _order_of(self._inner)
 
     def release(self) -> None:
         """Restore the loader."""
@@ -199,13 +169,13 @@ class FollowedLoader:
 
     def take_up_order(self, order: dict[str, Any]) -> None:
         """Restore the seed of the sampler, and report if its order still differs."""
-        put_back_seed(self._inner, order)
+        _restore_seed(self._inner, order)
         now = self.order
         if now is None or now == order or self._stateful:
             return
         if self._pending is not None:
             self._pending = {**self._pending, "digest": None}  # it would report the same without the reason
-        reason = f"in another order than before the checkpoint, by {as_text(now)} and not by {as_text(order)}"
+        reason = f"in another order than before the checkpoint, by {_as_text(now)} and not by {_as_text(order)}"
         self._listener.name(f"{self._name()} gives its samples {reason}", cure=_SAME_SAMPLER)
 
     # Iteration
@@ -439,3 +409,45 @@ def _innermost(loader: Any) -> Any:
     # A prefetcher has the loader that it reads as an attribute.
     inner = getattr(loader, "loader", None)
     return loader if isinstance(loader, DataLoader) or not isinstance(inner, DataLoader) else inner
+
+
+def _order_of(loader: Any) -> dict[str, Any] | None:
+    """Return the properties that determine the order of samples, besides generators; None if no sampler does.
+
+    A DistributedSampler seeds its own generator for every epoch. Under distributed strategies Lightning adds one with
+    the global seed of the run, which may differ in each run.
+    """
+    sampler = _sampler_of(loader)
+    if sampler is None:
+        return None
+    shuffle, seed = getattr(sampler, "shuffle", None), getattr(sampler, "seed", None)
+    if type(sampler) is DistributedSampler and not shuffle:  # all ranks together read in order
+        return {"sampler": SequentialSampler.__name__, "shuffle": None, "seed": None}
+    return {
+        "sampler": type(sampler).__name__,
+        "shuffle": shuffle if isinstance(shuffle, bool) else None,
+        "seed": int(seed) if isinstance(seed, Integral) else None,
+    }
+
+
+def _restore_seed(loader: Any, order: dict[str, Any]) -> None:
+    """Set the seed of the loader's DistributedSampler to that of ``order``, if both are such samplers."""
+    sampler, now = _sampler_of(loader), _order_of(loader)
+    if isinstance(sampler, DistributedSampler) and now != order == {**(now or {}), "seed": order["seed"]}:
+        with suppress(AttributeError):  # a property of a subclass
+            sampler.seed = order["seed"]
+
+
+def _as_text(order: dict[str, Any]) -> str:
+    """Return ``order`` as text for a message."""
+    options = [f"{name}={order[name]}" for name in ("shuffle", "seed") if order[name] is not None]
+    return order["sampler"] + (f"({', '.join(options)})" if options else "")
+
+
+def _sampler_of(loader: Any) -> Any:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if loader.batch_sampler is None:
+        return loader.sampler
+    # A loader with a batch sampler has a default sampler that nobody reads.
+    return getattr(loader.batch_sampler, "sampler", loader.batch_sampler)

@@ -263,15 +263,6 @@ def test_loaders_that_are_made_anew_get_the_seed_that_was_taken_up():
     assert seeds == [1, 1, 5]
 
 
-@pytest.mark.parametrize("over", [False, True])
-def test_a_checkpoint_from_before_seeds_were_kept_is_taken_up(over):
-    state = saved(seeded(1), over=over)
-    expected = read_on(state, seeded(1))
-    for position in state["ends"] if over else state["loaders"]:
-        position.pop("order", None)
-    assert read_on(state, seeded(1)) == expected
-
-
 IN_ORDER = partial(DataLoader, range(20), batch_size=2)
 OTHERS = {
     "shuffled, in order": (
