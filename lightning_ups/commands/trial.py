@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.lightning.fit_setup import attach, first_batch
 from lightning_ups._compat.torch.log_levels import only_from
-from lightning_ups.callbacks.logs.measured.close_look import CloseLook, can_look_at
+from lightning_ups.callbacks.logs.listening import CloseLook, can_look_at
 from lightning_ups.config.layers import items
 from lightning_ups.config.requested_run import check_trainer, missing_gpu
 from lightning_ups.insight.throughput import Inspection

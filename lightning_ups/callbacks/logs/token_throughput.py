@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.lightning.fit_loop import leaves_no_files
 from lightning_ups._compat.lightning.steps import was_skipped
-from lightning_ups.callbacks.logs.measured.measured_run import MeasuredRun, Settings
+from lightning_ups.callbacks.logs.measured_run import MeasuredRun, Settings
 from lightning_ups.callbacks.logs.run_manifest import RunManifest
 from lightning_ups.insight.throughput import Summary, first_change, given_peaks, text_table
 from lightning_ups.order import OnlyOne, Report, Run, applied, refuse_second

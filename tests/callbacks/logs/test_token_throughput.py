@@ -265,7 +265,7 @@ def test_nothing_waits_in_a_step(tmp_path, monkeypatch):
     waits = []
     for name in ("synchronize", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: waits.append(name))
-    monkeypatch.setattr("lightning_ups.callbacks.logs.measured.measured_run.clock_for", lambda _: timeline.EventClock())
+    monkeypatch.setattr("lightning_ups.callbacks.logs.measured_run.clock_for", lambda _: timeline.EventClock())
     throughput = TokenThroughput(warmup_steps=2, table=False, unit="samples", split_every=3)
     trainer(tmp_path, callbacks=[End(), throughput], epochs=1).fit(Net(), many())
     assert throughput.summary.steps == 30
@@ -324,9 +324,9 @@ def looking(monkeypatch):
         watched.append("end")
 
     FakeKernels.running = 0
-    monkeypatch.setattr("lightning_ups.callbacks.logs.measured.close_look.Kernels", FakeKernels)
-    monkeypatch.setattr("lightning_ups.callbacks.logs.measured.close_look.watched_waits", waits)
-    monkeypatch.setattr("lightning_ups.callbacks.logs.measured.measured_run.can_look_at", lambda _: True)
+    monkeypatch.setattr("lightning_ups.callbacks.logs.listening.Kernels", FakeKernels)
+    monkeypatch.setattr("lightning_ups.callbacks.logs.listening.watched_waits", waits)
+    monkeypatch.setattr("lightning_ups.callbacks.logs.measured_run.can_look_at", lambda _: True)
     return watched
 
 

@@ -17,12 +17,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_ups._compat.lightning.fit_loop import fetches_in_step, is_logging_step, logged_step
-from lightning_ups._compat.lightning.trainer import are_placeholders
 from lightning_ups._compat.optional.nvml import Sampler, sensor
 from lightning_ups._compat.torch.flags import read_tf32
-from lightning_ups.callbacks.logs.measured.close_look import CloseLook, can_look_at
-from lightning_ups.callbacks.logs.measured.optimizer_steps import OptimizerSteps
-from lightning_ups.callbacks.logs.measured.profiler_listener import ProfilerListener
+from lightning_ups.callbacks.logs.listening import CloseLook, ProfilerListener, can_look_at
 from lightning_ups.insight.dry_run import NotCopiedError
 from lightning_ups.insight.throughput import (
     Arithmetic,
@@ -92,9 +89,8 @@ class MeasuredRun:
         self._units: Any = 0.0  # of the step that runs
         self._batch_units: Any = None  # of the batch that runs
         self._trains = False  # of the step that runs, a batch
-        self._batches = 0
         self._steps = 0  # optimizer steps done
-        self._optimizer_steps = OptimizerSteps()  # under manual optimization
+        self._is_manual = not trainer.lightning_module.automatic_optimization  # each batch is a step then
         self._global_step = trainer.global_step
         self._stepped = True
         self._training_began: float | None = None
@@ -114,14 +110,11 @@ class MeasuredRun:
     def listen(self, trainer: Trainer) -> None:
         """Begin to listen to ``trainer``, between two steps."""
         self._global_step, self._stepped, self._units, self._batch_units = trainer.global_step, True, 0.0, None
-        if not trainer.lightning_module.automatic_optimization:
-            self._optimizer_steps.listen([] if are_placeholders(trainer.optimizers) else trainer.optimizers)
         self._listener = ProfilerListener.install(trainer, enter=self.enter, leave=self.leave)
 
     def rest(self, trainer: Trainer) -> None:
         """Stop listening until `listen` is called, between two steps."""
         self._listener.remove(trainer)
-        self._optimizer_steps.close()
         self._end_step()
         self._timeline.drop()
 
@@ -176,7 +169,7 @@ class MeasuredRun:
             self._units, self._stepped = 0.0, True
 
     def _has_stepped(self) -> bool:
-        return self._trainer.global_step != self._global_step or self._optimizer_steps.any
+        return self._is_manual or self._trainer.global_step != self._global_step
 
     def _looks_now(self) -> bool:
         due = self._inspection is None and self._look is None and self._steps == self._look_at
@@ -218,15 +211,13 @@ class MeasuredRun:
             batch: The batch.
             left_out: Whether the training step returned no loss.
         """
-        self._batches += 1
         if self._counts_at_end:
             self._batch_units = self._counted_units(batch)
         if not left_out:
             self._take_batch()
-        if not self._has_stepped() and not self._optimizer_steps.every_batch:
+        if not self._has_stepped():
             return  # gradients accumulate
         self._global_step, self._stepped = self._trainer.global_step, True
-        self._optimizer_steps.forget()
         self._steps += 1
         if self._steps == 1:
             self._training_began = time.perf_counter()
@@ -240,9 +231,6 @@ class MeasuredRun:
     @property
     def why_nothing(self) -> str:
         """The reason why nothing was measured, as a part of a sentence."""
-        if self._batches and not self._steps:
-            cure = ". Return from there those that training_step steps" if self._optimizer_steps.listens else ""
-            return f"in {self._batches} batches no optimizer of configure_optimizers made a step{cure}"
         if self._steps <= self._settings.warmup_steps:
             return f"fit ended within {self._settings.warmup_steps} warm-up steps"
         return f"of {self._steps} steps none had a loss or could be counted"
@@ -261,7 +249,6 @@ class MeasuredRun:
     def close(self, trainer: Trainer) -> None:
         """Restore ``trainer``."""
         self._listener.remove(trainer)
-        self._optimizer_steps.close()
         if self._look is not None:
             self._look.cancel()
         if self._sampler is not None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 
-from lightning_ups.callbacks.logs.measured import measured_run
+from lightning_ups.callbacks.logs import measured_run
 from lightning_ups.precision import BF16Precision
 
 

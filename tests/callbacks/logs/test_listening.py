@@ -1,7 +1,11 @@
+from contextlib import contextmanager
+
 import pytest
+import torch
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
-from lightning_ups.callbacks.logs.measured.profiler_listener import ProfilerListener
+from lightning_ups.callbacks.logs import listening
+from lightning_ups.callbacks.logs.listening import CloseLook, ProfilerListener, can_look_at
 
 
 @pytest.fixture
@@ -53,12 +57,6 @@ def test_the_end_of_validation_is_told_by_another(heard):
     assert heard == ["validation"]
 
 
-def test_an_exception_ends_a_phase(heard):
-    with pytest.raises(KeyError), listener(heard).profile("save_checkpoint"):
-        raise KeyError
-    assert heard == ["checkpoint", "end"]
-
-
 def test_the_inner_profiler_hears_all_and_is_described(heard):
     inner = SimpleProfiler()
     outer = listener(heard, inner)
@@ -66,22 +64,6 @@ def test_the_inner_profiler_hears_all_and_is_described(heard):
         pass
     assert {"save_checkpoint", "run_training_batch"} <= set(inner.recorded_durations)
     assert "save_checkpoint" in outer.summary()
-
-
-def test_two_leave_nothing_whoever_goes_first():
-    class Trainer:
-        profiler = stock = SimpleProfiler()
-
-    for first, second in ((0, 1), (1, 0)):
-        ends = ([], [])
-        both = [ProfilerListener.install(Trainer, enter=end.append, leave=lambda: None) for end in ends]
-        both[first].remove(Trainer)
-        with Trainer.profiler.profile("save_checkpoint"):
-            pass
-        assert (ends[first], ends[second]) == ([], ["checkpoint"])
-        both[second].remove(Trainer)
-        assert Trainer.profiler is Trainer.stock
-    assert len(Trainer.stock.recorded_durations["save_checkpoint"]) == 2
 
 
 def test_another_profiler_in_its_place_stays():
@@ -96,3 +78,67 @@ def test_another_profiler_in_its_place_stays():
     trainer.profiler = other = SimpleProfiler()
     first.remove(trainer)
     assert trainer.profiler is other
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    events = []
+
+    class Kernels:
+        def start(self):
+            events.append("kernels")
+
+        def mark(self):
+            events.append("mark")
+
+        def stop(self):
+            events.append("end of kernels")
+            return [("gemm", 0.0, 60.0), ("gemm", 80.0, 100.0)]
+
+    @contextmanager
+    def waits(counts):
+        events.append("waits")
+        counts["a.py:1 (step)"] += 3
+        yield
+        events.append("end of waits")
+
+    monkeypatch.setattr(listening, "Kernels", Kernels)
+    monkeypatch.setattr(listening, "watched_waits", waits)
+    return events
+
+
+def test_waits_come_first_and_kernels_after(seen):
+    found = []
+    look = CloseLook(found.append)
+    assert seen == ["waits"]
+    look = look.next()
+    assert seen[1:] == ["end of waits", "kernels"]
+    look = look.next()
+    assert seen[3:] == ["mark"]  # ranks have met
+    look = look.next()
+    assert look is not None
+    assert look.next() is None
+    assert seen[4:] == ["mark", "end of kernels"]
+    assert found[0].idle == pytest.approx(0.2)
+    assert found[0].seconds == pytest.approx(50e-6)
+    assert found[0].waits == (("a.py:1 (step)", 3),)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_a_look_may_end_early(seen, steps):
+    found = []
+    look = CloseLook(found.append)
+    for _ in range(steps):
+        look = look.next()
+    look.cancel()
+    look.cancel()
+    assert found == []
+    assert seen.count("waits") == seen.count("end of waits") == 1
+    assert seen.count("kernels") == seen.count("end of kernels")
+
+
+def test_only_gpus_can_be_looked_at_and_by_one(monkeypatch):
+    assert not can_look_at(torch.device("cpu"))
+    assert can_look_at(torch.device("cuda"))
+    monkeypatch.setattr(listening, "is_profiled", lambda: True)
+    assert not can_look_at(torch.device("cuda"))

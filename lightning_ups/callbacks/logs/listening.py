@@ -1,17 +1,23 @@
-"""The phases of a step, from the actions that the Trainer reports to its profiler."""
+"""What a measured run listens to: the phases of its steps, and a few profiled steps."""
 
+from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+import torch
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from typing_extensions import override
 
-from lightning_ups.insight.throughput import Phase
+from lightning_ups._compat.torch.device import Kernels, is_profiled, watched_waits
+from lightning_ups.insight.throughput import Inspection, Phase, Span, inspect_spans
 
-__all__ = ["ProfilerListener"]
+__all__ = ["CloseLook", "ProfilerListener", "can_look_at"]
 
 _UNKNOWN: Any = object()
+# Number of steps: one to record waits; one to let ranks synchronize after the profiler has started, which takes longer
+# on some and would look like communication; two to record kernels.
+_WATCHED, _SETTLING, _LOOKED_AT = 1, 1, 2
 
 
 class ProfilerListener(Profiler):
@@ -26,7 +32,7 @@ class ProfilerListener(Profiler):
     def __init__(self, inner: Profiler, *, enter: Callable[[Phase], None], leave: Callable[[], None]) -> None:
         super().__init__()
         self._enter, self._leave = enter, leave
-        self.wrap(inner)
+        self.inner, self._passes_on = inner, not isinstance(inner, PassThroughProfiler)
         self._phases: dict[str, Phase | None] = {}  # by the names of actions
 
     @classmethod
@@ -37,19 +43,9 @@ class ProfilerListener(Profiler):
         return listener
 
     def remove(self, trainer: Any) -> None:
-        """Restore the wrapped profiler, also from inside of another listener."""
+        """Restore the wrapped profiler."""
         if trainer.profiler is self:
             trainer.profiler = self.inner
-            return
-        outer = trainer.profiler
-        while isinstance(outer, ProfilerListener) and outer.inner is not self:
-            outer = outer.inner
-        if isinstance(outer, ProfilerListener):
-            outer.wrap(self.inner)
-
-    def wrap(self, inner: Profiler) -> None:
-        """Wrap ``inner``."""
-        self.inner, self._passes_on = inner, not isinstance(inner, PassThroughProfiler)
 
     @override
     def start(self, action_name: str) -> None:
@@ -128,3 +124,52 @@ _ENDS: tuple[tuple[str, str, Phase], ...] = (  # the beginning and end of an act
 
 def _phase_of(action: str) -> Phase | None:
     return next((phase for start, end, phase in _ENDS if action.startswith(start) and action.endswith(end)), None)
+
+
+def can_look_at(device: torch.device) -> bool:
+    """Return whether kernels of ``device`` can be profiled now."""
+    return device.type == "cuda" and not is_profiled()  # there is one profiler, and others may use it
+
+
+class CloseLook:
+    """Profiles a few steps, from the beginning of a step.
+
+    Args:
+        done: Called with the result.
+
+    Attributes:
+        steps: How many steps it takes.
+    """
+
+    steps = _WATCHED + _SETTLING + _LOOKED_AT
+
+    def __init__(self, done: Callable[[Inspection], None]) -> None:
+        self._done, self._ended = done, 0
+        self._waits: Counter[str] = Counter()
+        self._watch = ExitStack()
+        self._kernels: Kernels | None = None
+        self._watch.enter_context(watched_waits(self._waits))
+
+    def next(self) -> "CloseLook | None":
+        """Begin the next step. Return None after the last one."""
+        self._ended += 1
+        if self._ended == _WATCHED:
+            self._watch.close()
+            self._kernels = Kernels()
+            self._kernels.start()
+        if self._ended == _WATCHED + _SETTLING and self._kernels is not None:
+            self._kernels.mark()
+        if self._ended < self.steps:
+            return self
+        if self._kernels is not None:
+            self._kernels.mark()
+        spans = [Span(*kernel) for kernel in self.cancel()]
+        waits = [(place, count // _WATCHED) for place, count in self._waits.most_common()]
+        self._done(inspect_spans(spans, steps=_LOOKED_AT, waits=waits))
+        return None
+
+    def cancel(self) -> list[tuple[str, float, float]]:
+        """Stop the profiler, and return its kernels."""
+        self._watch.close()
+        kernels, self._kernels = self._kernels, None
+        return [] if kernels is None else kernels.stop()

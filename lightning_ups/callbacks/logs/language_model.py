@@ -1,5 +1,6 @@
-"""Prints a text that a language model generates, at the end of fit."""
+"""What language models print at the end of fit: a generated text, and the loss next to the unigram entropy."""
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from lightning_ups.order.arguments import check_kind, check_least, check_seed
 
-__all__ = ["TextSample"]
+__all__ = ["TextSample", "UnigramBaseline"]
 
 
 class TextSample(Callback):
@@ -91,18 +92,7 @@ def _must_have(part: object, *methods: str) -> None:
 
 
 def _encoded(prompt: str, data: Any) -> Tensor:
-    tokens = data.encode(prompt)
-    try:
-        made = torch.as_tensor(tokens)
-    except (TypeError, ValueError, RuntimeError):  # torch raises these for values that make no tensor
-        made = torch.empty(())
-    if made.dim() != 1 or (made.numel() and made.is_floating_point()):
-        raise TypeError(
-            f"{type(data).__name__}.encode returned a {type(tokens).__name__} instead of a list of tokens:"
-            f" {str(tokens)[:80]}."
-            " TextSample encodes its prompt with it."
-            " Let encode return a list of integers."
-        )
+    made = torch.as_tensor(data.encode(prompt))
     if not made.numel():
         raise ValueError(
             f"TextSample(prompt={prompt!r}) encodes to no tokens."
@@ -128,3 +118,50 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes.items():
             part.training = training
+
+
+class UnigramBaseline(Callback):
+    """Print the validation loss, the unigram entropy of the training tokens, and their ratio at the end of fit.
+
+    The unigram entropy is the loss of a model that knows only how frequent each token is. A ratio of one means that the
+    model learned nothing more. The datamodule must provide it as ``unigram_entropy``, in nats per token.
+
+    Args:
+        metric: The name under which the validation loss is logged, in nats per token.
+
+    Raises:
+        TypeError: When fitting starts, if the datamodule has no unigram entropy.
+    """
+
+    def __init__(self, *, metric: str = "val_loss") -> None:
+        self.metric = metric
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not hasattr(data, "unigram_entropy"):
+            where = "a run without a datamodule" if data is None else type(data).__name__
+            raise TypeError(
+                f"UnigramBaseline finds no unigram_entropy in {where}."
+                " It compares the validation loss with the entropy of the datamodule's training tokens."
+                " Give the datamodule that attribute, or take UnigramBaseline out of the callbacks."
+            )
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        entropy = trainer.datamodule.unigram_entropy  # type: ignore[attr-defined]
+        loss = trainer.callback_metrics.get(self.metric)
+        if not trainer.is_global_zero:
+            return
+        if loss is None:
+            trainer.print(f"\nNo {self.metric} was logged; the unigram entropy is {_both(entropy)}.")
+            return
+        trainer.print(
+            f"\nValidation loss  {_both(loss.item())}"
+            f"\nUnigram entropy  {_both(entropy)}"
+            f"\nRatio            {loss.item() / entropy:.3f}"
+        )
+
+
+def _both(nats: float) -> str:
+    return f"{nats:.3f} nats a token ({nats / math.log(2):.3f} bits)"

@@ -1,1 +1,0 @@
-"""Measuring a run: what the callbacks that log throughput share."""
