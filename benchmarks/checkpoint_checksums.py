@@ -22,10 +22,12 @@ and the median of their ratio in each round: 1.05 is 5 % more with checksums.
 The second command saves once, to --folder, and loads as often as it is told, by turns with checksums and without. A
 third side, `unverified`, reads the file of checksums and what surrounds each tensor, as with checksums, but verifies no
 bytes of tensors. Checksums tell which tensors are of one kind, so that torch parses each kind once: `with` against
-`unverified` is what verifying costs, and `with` against `without` includes what is gained there.
+`unverified` is what verifying costs, and `with` against `without` includes what is gained there. The order of the three
+changes from round to round.
 
 --breakdown adds the seconds of all lanes in each part of a load, and during how many of them a core was at work, which
 may be waiting for a GPU. A part within another one counts once. It costs some microseconds for each part, on all sides.
+One thread runs `start sums`, `wait for sums` and `compare sums` after all lanes: these are seconds of the load.
 
 The last command compares checksums by GB/s on one core, in pieces of one MiB: of 512 MB in memory, and of one piece
 that stays in the cache.
@@ -44,6 +46,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -89,8 +92,9 @@ def main() -> None:
         print(f"{name}, {found['gigabytes']:.1f} GB, {found['rounds']} rounds:")
         for figure in (figure for figure in FIGURES if figure in found):
             one = found[figure]
+            base = next(iter(one))
             print(
-                f"  {figure:12} {one['without']:8.3f} without, {one['with']:8.3f} with,"
+                f"  {figure:12} {one[base]:8.3f} {base}, {one['with']:8.3f} with,"
                 f" {one['ratio'] - 1:+6.1%} ({one['least'] - 1:+.1%} to {one['most'] - 1:+.1%})"
             )
         for part, sides in found.get("parts", {}).items():
@@ -166,17 +170,16 @@ def _measure_loads(asked: argparse.Namespace, start: float) -> dict[str, Any]:
     from lightning_ups.state.checkpoint import Saver
 
     device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    state, rounds = _state(asked.gigabytes, device), list[dict[str, Folder]]()
+    state, rounds, orders = _state(asked.gigabytes, device), list[dict[str, Folder]](), [*permutations(SIDES)]
     root = Path(tempfile.mkdtemp(dir=asked.folder))
     saver = Saver(asynchronous=False, threads=asked.threads)
     try:
         saver.save({"state_dict": state}, files={"meta.pt": b"meta"}, path=root / "sync")
         with (asked.output / "results.jsonl").open("a") as file:
             while len(rounds) <= asked.loads and time.monotonic() < start + asked.budget:
-                order = SIDES[:: 1 if len(rounds) % 2 == 0 else -1]
                 found = {
                     side: _load(root / "sync", state, asked.threads, side=side, breakdown=asked.breakdown)
-                    for side in order
+                    for side in orders[len(rounds) % len(orders)]
                 }
                 rounds.append(found)
                 line = json.dumps({"round": len(rounds) - 1} | found)
@@ -187,8 +190,10 @@ def _measure_loads(asked: argparse.Namespace, start: float) -> dict[str, Any]:
         shutil.rmtree(root)
     gigabytes = sum(tensor.nbytes for tensor in state.values()) / 1e9
     common, rounds = {"gigabytes": gigabytes, "device": device}, rounds[1:] or rounds
-    alike = [{"without": one["unverified"], "with": one["with"]} for one in rounds]
-    summary = {"memory": common | _compared(rounds), "memory, against unverified": common | _compared(alike)}
+    summary = {
+        "memory": common | _compared(rounds),
+        "memory, against unverified": common | _compared(rounds, "unverified"),
+    }
     if asked.breakdown:
         summary["memory"]["parts"] = _median_parts(rounds)
     return summary
@@ -309,24 +314,28 @@ def _parts() -> Iterator[dict[str, list[float]]]:
         "read": (checksums.RecordReader, "_read"),
         "start copies": (lanes._Buffer, "send"),
         "wait for copies": (lanes._Buffer, "wait"),
-        "start sums": (lanes._Summed, "add"),
-        "wait for sums": (lanes._Summed, "verify"),
-        "compare sums": (checksums.ExpectedRows, "check"),
-        "sum on host": (checksums.Unverified, "check"),
+        "verify": (lanes.Lane, "verify"),
+        "start sums": (lanes._Buffer, "fetch_sums"),
+        "wait for sums": (lanes._Buffer, "content"),
+        "compare sums": (checksums.Chunks, "check"),
+        "sum on host": (checksums, "_check_bytes"),
         "wait for helpers": (checksums.Verifier, "wait"),
     }
     spent, found, within = list[tuple[str, float, float]](), dict[str, list[float]](), threading.local()
 
     def with_time(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if getattr(within, "part", None) == "wait for sums":  # not for copies
+                return function(*args, **kwargs)
             outer, within.spent = getattr(within, "spent", (0.0, 0.0)), (0.0, 0.0)
+            outer_part, within.part = getattr(within, "part", None), part
             start, cpu = time.perf_counter(), time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
                 took, worked = time.perf_counter() - start, time.thread_time() - cpu
                 spent.append((part, took - within.spent[0], worked - within.spent[1]))
-                within.spent = outer[0] + took, outer[1] + worked
+                within.spent, within.part = (outer[0] + took, outer[1] + worked), outer_part
 
         return call
 
@@ -365,10 +374,13 @@ def _without_verifying() -> Iterator[None]:
     """Let the bytes of tensors be read without verifying them; all else is as with checksums."""
     from lightning_ups.state.checkpoint.checksums import RecordReader
 
-    def read(self: RecordReader, room: memoryview, place: int) -> None:
+    def read(self: RecordReader, room: memoryview, place: int, *, verify: bool = True) -> None:  # noqa: ARG001
         self._read(room, place)
 
-    with patch.object(RecordReader, "read", read):
+    with (
+        patch.object(RecordReader, "read", read),
+        patch.object(RecordReader, "chunks_for_device", lambda self, row, place: None),  # noqa: ARG005
+    ):
         yield
 
 
@@ -389,12 +401,12 @@ def _wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def _compared(rounds: list[dict[str, Folder]]) -> dict[str, Any]:
-    """Return the medians of both sides, and of how they compare in each round."""
+def _compared(rounds: list[dict[str, Folder]], base: str = "without") -> dict[str, Any]:
+    """Return the medians of the side `with` and of another one, and of how they compare in each round."""
     found: dict[str, Any] = {"rounds": len(rounds)}
     for figure in (figure for figure in FIGURES if figure in rounds[0]["with"]):
-        ratios = [one["with"][figure] / one["without"][figure] for one in rounds]
-        medians = {side: statistics.median(one[side][figure] for one in rounds) for side in ("without", "with")}
+        ratios = [one["with"][figure] / one[base][figure] for one in rounds]
+        medians = {side: statistics.median(one[side][figure] for one in rounds) for side in (base, "with")}
         found[figure] = medians | {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
     return found
 

@@ -10,8 +10,10 @@ between have one for each chunk, so that a rank that needs a part of a tensor ve
 
 Note [Sums on the device]. Saving and loading are limited by the cores and the memory of the host. The sums of the rows
 of a tensor on a GPU are therefore computed there, in one call for each tensor. The host receives 8 bytes per row, and
-only computes CRC-32 of these sums and of the bytes after the last row. While a checkpoint is loaded, it does so for
-many tensors at once, so that no thread waits for the GPU before it reads the next tensor.
+only computes CRC-32 of these sums and of the bytes after the last row.
+
+While a checkpoint is loaded, threads only read: a launch of a sum would make them wait for one another in Python. When
+all bytes are on the GPU, one thread launches the sums of all tensors, and compares them before anything is returned.
 """
 
 import json
@@ -30,14 +32,13 @@ __all__ = [
     "CHECKSUMS",
     "CHUNK",
     "ROW",
+    "Chunks",
     "DamagedFileError",
     "Ends",
-    "ExpectedRows",
     "Piece",
     "Record",
     "RecordReader",
     "SummedRecord",
-    "Unverified",
     "Verifier",
     "as_json",
     "checksum",
@@ -93,17 +94,20 @@ def worth_summing_on_device(row: Tensor, *, chunk: int) -> bool:
     return row.nbytes >= _WORTH and is_aligned and chunk % ROW == 0
 
 
-def row_sums(row: Tensor) -> Tensor:
-    """Return the sums of the 64-bit words of each complete row of ``row``, computed by its device.
+def row_sums(data: Sequence[Tensor]) -> Tensor:
+    """Return the sums of the 64-bit words of each complete row of ``data``, bytes of one device, which computes them.
 
     They wrap around, like those of NumPy.
     """
-    rows = row.nbytes // ROW
-    words = row[: rows * ROW].view(torch.int64).view(rows, ROW // 8)
+    words = [each[: each.nbytes // ROW * ROW].view(torch.int64).view(-1, ROW // 8) for each in data]
+    counts = [len(each) for each in words]
     try:
-        return words.sum(1)
-    except torch.OutOfMemoryError:  # a checkpoint can still be saved when the GPU is full
-        return words.cpu().sum(1)
+        sums = torch.empty(sum(counts), dtype=torch.int64, device=words[0].device)
+        for each, part in zip(words, sums.split(counts), strict=True):
+            torch.sum(each, 1, out=part)
+    except torch.OutOfMemoryError:  # a checkpoint can still be saved and loaded when the GPU is full
+        return torch.cat([each.cpu().sum(1) for each in words])
+    return sums
 
 
 def _sums(view: memoryview, chunk: int, row_sums: memoryview | None = None) -> list[int]:
@@ -214,60 +218,24 @@ class SummedRecord:
 
 
 @dataclass(frozen=True)
-class Unverified:
-    """Chunks of one record that were read but not verified.
+class Chunks:
+    """Whole chunks of one record, all of them whole rows, whose rows a device sums.
 
     Args:
-        start: Their offset in the memory that was filled.
         data: Their bytes.
-        chunk: Bytes of each chunk except the last.
-        expected: The checksum of each chunk.
-        name: The name of the file, for the error.
-        verifier: The verifier of the thread that reads.
-    """
-
-    start: int
-    data: memoryview
-    chunk: int
-    expected: tuple[int, ...]
-    name: str
-    verifier: "Verifier"
-
-    def check(self) -> None:
-        """Verify them now.
-
-        Raises:
-            DamagedFileError: If they differ from what was written.
-        """
-        _check(_sums(self.data, self.chunk), self.expected, self.name)
-
-    def for_rows(self) -> "ExpectedRows":
-        """Return an object that verifies them from row sums of a device. Their bytes are not needed any more."""
-        rows = len(self.data) // ROW
-        return ExpectedRows(rows, bytes(self.data[rows * ROW :]), self.chunk, self.expected, self.name)
-
-    def check_on_host(self) -> None:
-        """Let the verifier check them while reading continues."""
-        self.verifier.verify(self)
-
-
-@dataclass(frozen=True)
-class ExpectedRows:
-    """Chunks of one record whose rows a device sums.
-
-    Args:
-        rows: The number of rows.
-        rest: The bytes after the last one.
-        chunk: Bytes of each chunk except the last.
         expected: The checksum of each chunk.
         name: The name of the file, for the error.
     """
 
-    rows: int
-    rest: bytes
-    chunk: int
+    data: Tensor
     expected: tuple[int, ...]
     name: str
+
+    def split(self, nbytes: int) -> Iterator["Chunks"]:
+        """Yield them in groups of at most ``nbytes``, which must be whole chunks."""
+        for start in range(0, self.data.nbytes, nbytes):
+            expected = self.expected[start // CHUNK : (start + nbytes) // CHUNK]
+            yield Chunks(self.data[start : start + nbytes], expected, self.name)
 
     def check(self, row_sums: memoryview) -> None:
         """Verify them from the sums of their rows.
@@ -275,7 +243,7 @@ class ExpectedRows:
         Raises:
             DamagedFileError: If they differ from what was written.
         """
-        _check(_sums_of_rows(row_sums, self.rest, self.chunk), self.expected, self.name)
+        _check(_sums_of_rows(row_sums, b"", CHUNK), self.expected, self.name)
 
 
 class Verifier:
@@ -289,19 +257,19 @@ class Verifier:
         self._helpers = helpers
         self._under_way: Future[None] | None = None
 
-    def verify(self, chunks: Unverified) -> None:
-        """Verify ``chunks`` on the host; `wait` must follow.
+    def verify(self, data: memoryview, *, chunk: int, expected: Sequence[int], name: str) -> None:
+        """Compare the checksum of each ``chunk`` bytes of ``data`` with ``expected``; `wait` must follow.
 
-        Until then, or until the next call has returned, a helper reads their bytes.
+        Until then, or until the next call has returned, a helper reads ``data``.
 
         Raises:
-            DamagedFileError: If these or earlier chunks differ from what was written.
+            DamagedFileError: If these or earlier data of the file ``name`` differ from what was written.
         """
         self.wait()
-        if self._helpers is None or len(chunks.data) < _WORTH:
-            chunks.check()
+        if self._helpers is None or len(data) < _WORTH:
+            _check_bytes(data, chunk, expected, name)
         else:
-            self._under_way = self._helpers.submit(chunks.check)
+            self._under_way = self._helpers.submit(_check_bytes, data, chunk, expected, name)
 
     def wait(self) -> None:
         """Wait until everything is verified.
@@ -312,6 +280,10 @@ class Verifier:
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
             under_way.result()
+
+
+def _check_bytes(data: memoryview, chunk: int, expected: Sequence[int], name: str) -> None:
+    _check(_sums(data, chunk), expected, name)
 
 
 def _check(found: Sequence[int], expected: Sequence[int], name: str) -> None:
@@ -370,25 +342,42 @@ class RecordReader:
             found.append(bytes(content))
         return Ends(found[0], self._record.body, found[1])
 
-    def read(self, room: memoryview, place: int) -> Unverified | None:
+    def chunks_for_device(self, row: Tensor, place: int) -> tuple[int, Chunks] | None:
+        """Return the chunks in ``row`` that its device can verify, and their start in it; None if there are none.
+
+        Args:
+            row: Bytes that `read` will fill.
+            place: The place of the first one in the record.
+        """
+        record, end = self._record, place + row.nbytes
+        if record is None or record.chunk != CHUNK or place < record.head or end > record.head + record.body:
+            return None
+        first, last = -((record.head - place) // CHUNK), (end - record.head) // CHUNK
+        whole = end - record.head == record.body and record.body % ROW == 0
+        start, stop = first * CHUNK, record.body if whole else last * CHUNK
+        start, stop = record.head + start - place, record.head + stop - place
+        if stop <= start or not worth_summing_on_device(row[start:stop], chunk=CHUNK):
+            return None
+        expected = record.sums[first + 1 : first + 1 - (start - stop) // CHUNK]
+        return start, Chunks(row[start:stop], expected, self._name)
+
+    def read(self, room: memoryview, place: int, *, verify: bool = True) -> None:
         """Fill ``room`` with the bytes of the tensor, starting at ``place`` in the record.
 
-        When this returns, no helper reads earlier chunks any more; see `Verifier.verify`.
-
-        Returns:
-            The whole chunks, which the caller must verify. Partial chunks are already verified.
+        When this returns, a helper may still verify ``room``, but no earlier room; see `Verifier.verify`.
 
         Raises:
             DamagedFileError: If anything read here or before differs from what was written.
         """
         record = self._record
-        if record is None:
+        if record is None or not verify:
             self._read(room, place)
-            return None
+            self._verifier.wait()
+            return
         end = record.head + record.body
         if place + len(room) > end:  # only in a forged checkpoint: the loop would never end
             raise DamagedFileError(damage(self._name))
-        unverified, done = None, 0
+        whole: tuple[memoryview, tuple[int, ...]] | None = None
         while room:
             number = (place - record.head) // record.chunk
             start = record.head + number * record.chunk
@@ -396,15 +385,15 @@ class RecordReader:
             if place == start and len(room) >= size:
                 part = room if place + len(room) == end else room[: len(room) // record.chunk * record.chunk]
                 self._read(part, start)
-                expected = record.sums[number + 1 : number + 1 - (-len(part) // record.chunk)]
-                unverified = Unverified(done, part, record.chunk, expected, self._name, self._verifier)
-                self._verifier.wait()
+                whole = part, record.sums[number + 1 : number + 1 - (-len(part) // record.chunk)]
             else:
-                self._verifier.wait()
                 part = room[: start + size - place]
                 part[:] = self._chunk(number, start, size)[place - start : place - start + len(part)]
-            room, place, done = room[len(part) :], place + len(part), done + len(part)
-        return unverified
+            room, place = room[len(part) :], place + len(part)
+        if whole is None:
+            self._verifier.wait()
+        else:
+            self._verifier.verify(whole[0], chunk=record.chunk, expected=whole[1], name=self._name)
 
     def _chunk(self, number: int, start: int, size: int) -> bytearray:
         if self._kept is None or self._kept[0] != number:

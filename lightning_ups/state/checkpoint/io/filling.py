@@ -1,6 +1,5 @@
 """Fills a tensor, or a part of it, from the file it was saved in. Each byte is read once, into its final place."""
 
-from collections.abc import Callable
 from typing import IO
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem
 
 from lightning_ups._compat.torch.tensors.tensor_files import template
-from lightning_ups.state.checkpoint.checksums import Ends, RecordReader, Unverified
+from lightning_ups.state.checkpoint.checksums import Ends, RecordReader
 from lightning_ups.state.checkpoint.io.lanes import Lane, bytes_of
 
 __all__ = ["Template", "fill"]
@@ -53,20 +52,16 @@ def fill(
         return
     saved, place = found
     start = _start_of_run(saved, item)
-
-    def read(room: memoryview, at: int) -> Unverified | None:
-        return reader.read(room, place + (start or 0) + at)
-
     if start is None:
         whole = torch.empty(saved.shape, dtype=saved.dtype)
-        _fill_row(whole, read, lane)
+        _fill_row(whole, reader, place, lane)
         target.copy_(whole[_box(item)])
         return
     is_direct = target.dtype == saved.dtype and target.device.type in ("cpu", "cuda") and target.is_contiguous()
-    if is_direct and _fill_row(target, read, lane):
+    if is_direct and _fill_row(target, reader, place + start, lane):
         return
     part = torch.empty(target.shape, dtype=saved.dtype)
-    _fill_row(part, read, lane)
+    _fill_row(part, reader, place + start, lane)
     target.copy_(part)
 
 
@@ -78,11 +73,11 @@ def _template(view: IO[bytes], ends: Ends | None, known: dict[Ends, Template]) -
     return known[ends]
 
 
-def _fill_row(target: Tensor, read: Callable[[memoryview, int], Unverified | None], lane: Lane) -> bool:
+def _fill_row(target: Tensor, reader: RecordReader, place: int, lane: Lane) -> bool:
     row = bytes_of(target)
     if row is None:
         return False
-    lane.fill(row, read)
+    lane.fill(row, reader, place)
     return True
 
 

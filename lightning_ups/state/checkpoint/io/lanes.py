@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -26,10 +25,11 @@ from torch import Tensor, nn
 
 from lightning_ups._compat.torch.tensors.pinned import pinned, unpin
 from lightning_ups.state.checkpoint.checksums import (
+    CHUNK,
     ROW,
-    ExpectedRows,
+    Chunks,
     Piece,
-    Unverified,
+    RecordReader,
     row_sums,
     worth_summing_on_device,
 )
@@ -41,7 +41,7 @@ PIECE = 8 * 2**20  # bytes: long enough for the bus, while two per lane fit into
 MOST = 8
 _PLAIN = (Tensor, nn.Parameter)
 WORTH = 16 * 2**20  # bytes for which another lane is opened
-MOST_ROWS = 2**17  # their sums, a MiB, are verified at once
+BATCH = 512 * CHUNK  # bytes whose sums, a MiB, are compared while a GPU computes those of the next
 # bytes: smaller tensors are bound by Python and not by the disk, and threads only disturb each other
 SMALL = 64 * 2**10
 
@@ -126,6 +126,7 @@ class Lanes:
         crew = _Crew(lanes, work_to_the_end, size=len(parts))
         try:
             crew.work()
+            verify_on_devices(lanes)
         except BaseException:
             try:
                 crew.end()
@@ -213,7 +214,7 @@ class Lane:
     def __init__(self, *, piece: int = PIECE) -> None:
         self.piece, self._buffers = piece, dict[torch.device, tuple[_Buffer, _Buffer]]()
         self._stopped, self._filled = False, 0
-        self._summed = dict[torch.device, _Summed]()
+        self._unverified = list[Chunks]()
 
     def stop(self) -> None:
         """Ask the thread that uses this lane to end soon; the lane cannot be used afterwards."""
@@ -246,56 +247,66 @@ class Lane:
         for buffer in fetched:
             yield buffer.content()
 
-    def fill(self, target: Tensor, read: Callable[[memoryview, int], Unverified | None]) -> None:
-        """Fill ``target``, a row of bytes, and verify it; `settle` must follow.
+    def fill(self, target: Tensor, reader: RecordReader, place: int) -> None:
+        """Fill ``target``, a row of bytes, and verify it; `settle` and `verify_on_devices` must follow.
 
         Args:
             target: To be filled.
-            read: Fills a view from an offset of the row on, and returns the chunks to be verified.
+            reader: A reader of the saved tensor.
+            place: The place of the first byte in its record.
 
         Raises:
             DamagedFileError: If data read here or before differs from what was written.
         """
-        buffers: list[_Buffer] = [] if self._direct(target) else [*self._both(target.device)]
-        start = end = 0
-        on_device = list[tuple[int, ExpectedRows]]()  # with their first rows; the rest is already verified
-        for number, piece in enumerate(target.split(self.piece)):
+        found = None if self._direct(target) else reader.chunks_for_device(target, place)
+        if found is None:
+            self._fill(target, reader, place)
+            return
+        start, chunks = found
+        end = start + chunks.data.nbytes
+        self._fill(target[:start], reader, place)  # a part of a chunk
+        self._fill(target[start:end], reader, place + start, verify=False)
+        self._fill(target[end:], reader, place + end)
+        self._unverified += chunks.split(BATCH)
+
+    def _fill(self, target: Tensor, reader: RecordReader, place: int, *, verify: bool = True) -> None:
+        for piece in target.split(self.piece) if target.nbytes else ():
             self.check()
-            place = number * self.piece
-            if buffers:
+            if self._direct(target):
+                reader.read(_memory(piece), place, verify=verify)
+            else:
                 self._filled += 1  # of all rows: a helper may still verify the buffer that was filled last
-                buffer = buffers[self._filled % 2]
-                unverified = read(buffer.room(piece.nbytes), place)
+                buffer = self._both(target.device)[self._filled % 2]
+                reader.read(buffer.room(piece.nbytes), place, verify=verify)
                 buffer.send(piece)
-            else:
-                unverified = read(_memory(piece), place)
-            if unverified is None:
-                continue
-            place += unverified.start
-            if on_device or (buffers and self._sums_on_device(target[place:], unverified.chunk)):
-                start = start if on_device else place
-                end = place + len(unverified.data)
-                on_device.append(((place - start) // ROW, unverified.for_rows()))
-            else:
-                unverified.check_on_host()
-        if on_device:
-            summed = self._summed.setdefault(target.device, _Summed(target.device))
-            summed.add(target[start:end], on_device, after=buffers)
+            place += piece.nbytes
 
     def settle(self) -> None:
-        """Wait until everything is filled, and verified by the devices.
+        """Wait until everything is filled."""
+        for buffers in self._buffers.values():
+            for buffer in buffers:
+                buffer.wait()
+
+    def take_unverified(self) -> list[Chunks]:
+        """Return what devices must still verify; it counts as verified from now on."""
+        unverified, self._unverified = self._unverified, []
+        return unverified
+
+    def verify(self, unverified: Iterable[Chunks]) -> None:
+        """Verify chunks that are on their device: while the host compares some sums, it computes those of the next.
 
         Raises:
             DamagedFileError: If anything differs from what was written.
         """
-        for buffers in self._buffers.values():
-            for buffer in buffers:
-                buffer.wait()
-        for summed in self._summed.values():
-            summed.verify()
-
-    def _sums_on_device(self, row: Tensor, chunk: int) -> bool:
-        return self.piece % chunk == 0 and worth_summing_on_device(row, chunk=chunk)
+        under_way: tuple[_Buffer, list[Chunks]] | None = None
+        for number, batch in enumerate(_batches(unverified)):
+            buffer = self._both(batch[0].data.device)[number % 2]
+            buffer.fetch_sums([chunks.data for chunks in batch])
+            if under_way is not None:
+                _compare(*under_way)
+            under_way = buffer, batch
+        if under_way is not None:
+            _compare(*under_way)
 
     def close(self) -> None:
         """Free the buffers."""
@@ -303,7 +314,7 @@ class Lane:
             for buffer in buffers:
                 buffer.wait()  # after an error it may still be filled
                 unpin(buffer.memory)
-        self._buffers, self._summed = {}, {}
+        self._buffers, self._unverified = {}, []
 
     def _direct(self, row: Tensor) -> bool:
         return row.device.type == "cpu"
@@ -344,15 +355,15 @@ class _Buffer:
 
     def row_sums(self, row: Tensor) -> memoryview:
         with self._at_work():
-            return _on_host(row_sums(row))
+            return memoryview(row_sums([row]).cpu().numpy()).cast("B")  # type: ignore[arg-type]
+
+    def fetch_sums(self, data: Sequence[Tensor]) -> None:
+        with self._at_work():
+            self.fetch(row_sums(data).view(torch.uint8))
 
     def wait(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-
-    def let_wait(self, stream: Any) -> None:
-        if self._stream is not None:
-            stream.wait_stream(self._stream)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -364,62 +375,34 @@ class _Buffer:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
-class _Summed:
-    """Sums rows on a device, in a separate stream, so that the thread that fills them can continue."""
+def verify_on_devices(lanes: Sequence[Lane]) -> None:
+    """Verify what ``lanes`` have left to devices, see Note [Sums on the device].
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._sums, self._expected, self._rows = list[Tensor](), list[tuple[int, ExpectedRows]](), 0
-
-    def add(self, row: Tensor, expected: Iterable[tuple[int, ExpectedRows]], *, after: Iterable[_Buffer]) -> None:
-        """Let the device sum ``row`` once ``after`` have filled it; `verify` must follow.
-
-        Args:
-            row: Bytes.
-            expected: The expected checksums, with their first rows.
-            after: The buffers that fill them.
-
-        Raises:
-            DamagedFileError: If earlier data differs from what was written.
-        """
-        for buffer in after:
-            buffer.let_wait(self._stream)
-        with self._at_work():
-            self._sums.append(row_sums(row))
-        self._expected += [(self._rows + first, part) for first, part in expected]
-        self._rows += len(self._sums[-1])
-        if self._rows >= MOST_ROWS:
-            self.verify()
-
-    def verify(self) -> None:
-        """Verify everything that was added.
-
-        Raises:
-            DamagedFileError: If anything differs from what was written.
-        """
-        sums, expected = self._sums, self._expected
-        self._sums, self._expected, self._rows = [], [], 0
-        if not sums:
-            return
-        with self._at_work():
-            on_host = [_joined_on_host([*each]) for _, each in groupby(sums, key=lambda one: one.device)]
-        found = on_host[0] if len(on_host) == 1 else memoryview(b"".join(on_host))
-        for first, part in expected:
-            part.check(found[8 * first : 8 * (first + part.rows)])
-
-    def _at_work(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    Raises:
+        DamagedFileError: If anything differs from what was written.
+    """
+    if unverified := [chunks for lane in lanes for chunks in lane.take_unverified()]:
+        lanes[0].verify(unverified)
 
 
-def _joined_on_host(sums: list[Tensor]) -> memoryview:
-    try:
-        return _on_host(torch.cat(sums))
-    except torch.OutOfMemoryError:  # a full GPU can still be filled
-        return memoryview(b"".join(_on_host(each) for each in sums))
+def _batches(unverified: Iterable[Chunks]) -> Iterator[list[Chunks]]:
+    batch, nbytes = list[Chunks](), 0
+    for chunks in unverified:
+        if batch and (nbytes + chunks.data.nbytes > BATCH or chunks.data.device != batch[0].data.device):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(chunks)
+        nbytes += chunks.data.nbytes
+    if batch:
+        yield batch
 
 
-def _on_host(sums: Tensor) -> memoryview:
-    return memoryview(sums.cpu().numpy()).cast("B")  # type: ignore[arg-type]
+def _compare(buffer: _Buffer, batch: Iterable[Chunks]) -> None:
+    sums, start = buffer.content().data, 0
+    for chunks in batch:
+        end = start + chunks.data.nbytes // ROW * 8
+        chunks.check(sums[start:end])
+        start = end
 
 
 def _sums_of(sums: memoryview, place: int, nbytes: int) -> memoryview:

@@ -1,3 +1,4 @@
+import io
 import itertools
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from lightning_ups._compat.torch.tensors import pinned as pinned_module
+from lightning_ups.state.checkpoint.checksums import RecordReader
 from lightning_ups.state.checkpoint.io import lanes as lanes_module
 from lightning_ups.state.checkpoint.io.lanes import (
     Lane,
@@ -30,6 +32,17 @@ class Indirect(Lane):
         return False
 
 
+def reader_of(content, noted=lambda room, place: None):
+    """Return a reader of bytes without checksums, which calls ``noted`` after each read."""
+
+    class Noted(RecordReader):
+        def _read(self, room, place):
+            super()._read(room, place)
+            noted(room, place)
+
+    return Noted(io.BytesIO(content), offset=0, record=None, name="file")
+
+
 SIZES = [0, 1, 7, 8, 9, 16, 17, 40]
 
 
@@ -40,11 +53,7 @@ def test_all_bytes_pass_through_two_buffers_in_order(size):
     assert b"".join(pieces) == source.numpy().tobytes()
     assert all(len(piece) <= 8 for piece in pieces)
     target = torch.zeros_like(source)
-
-    def read(room, place):
-        room[:] = source[place : place + len(room)].numpy().data
-
-    lane.fill(target, read)
+    lane.fill(target, reader_of(source.numpy().tobytes()), 0)
     assert torch.equal(target, source)
     lane.close()
 
@@ -63,11 +72,12 @@ def test_memory_of_the_host_is_not_copied():
     source = torch.arange(100, dtype=torch.uint8)
     (piece,) = Lane().pieces(source)
     assert torch.frombuffer(piece.data, dtype=torch.uint8).data_ptr() == source.data_ptr()
-    places = []
-    Lane().fill(
-        source, lambda room, place: places.append((torch.frombuffer(room, dtype=torch.uint8).data_ptr(), place))
+    addresses = []
+    reader = reader_of(
+        bytes(100), lambda room, _: addresses.append(torch.frombuffer(room, dtype=torch.uint8).data_ptr())
     )
-    assert places == [(source.data_ptr(), 0)]
+    Lane().fill(source, reader, 0)
+    assert addresses == [source.data_ptr()]
 
 
 @pytest.mark.gpu(count=1)
@@ -80,11 +90,8 @@ def test_bytes_of_a_gpu_pass_through_pinned_memory():
     assert all(buffer.memory.is_pinned() for buffer in lane._buffers[source.device])
     target = torch.zeros_like(source)
     torch.cuda.synchronize()
-
-    def read(room, place):
-        room[:] = content[place : place + len(room)]
-
-    lane.fill(target, read)
+    lane.fill(target, reader_of(content), 0)
+    lane.settle()
     assert torch.equal(target, source)
     lane.close()
 
@@ -264,13 +271,13 @@ def test_a_lane_stops_between_pieces(lane):
     lane.close()
     lane = type(lane)(piece=8)
 
-    def read(room, place):
+    def noted(_, place):
         places.append(place)
         if place == 8:
             lane.stop()
 
     with pytest.raises(lanes_module._Stopped):
-        lane.fill(row, read)
+        lane.fill(row, reader_of(bytes(40), noted), 0)
     assert places == [0, 8]
 
 
@@ -331,7 +338,7 @@ def test_threads_call_cuda_on_the_gpu_of_their_caller(monkeypatch):
 
     def work(lane, number, row):
         list(lane.pieces(row))
-        lane.fill(row, lambda room, place: None)
+        lane.fill(row, reader_of(bytes(20)), 0)
         cuda.note("other")
 
     with cuda.device(3):
