@@ -22,7 +22,6 @@ __all__ = [
     "GROUP",
     "PARAM",
     "PATCHES",
-    "PURPOSES",
     "STATE",
     "Patch",
     "PatchError",
@@ -45,247 +44,120 @@ class Purpose(NamedTuple):
     Args:
         text: What they do, as an infinitive.
         feature: The feature that needs them, which a user can turn off.
+        only_speed: Whether results are the same without them.
     """
 
     text: str
     feature: str
+    only_speed: bool = False
 
 
 class Patch(NamedTuple):
     """One attribute that is replaced.
 
     Args:
-        purpose: A key of ``PURPOSES``.
-        test: The name of the test that fails without it.
+        purpose: Why it is replaced.
         reads: Parameters that the replacement reads.
-        only_speed: Whether results are the same without it.
-        versions: The versions of the package with this attribute, if not all supported ones have it.
-        issue: The upstream issue, if there is one.
     """
 
-    purpose: str
-    test: str
+    purpose: Purpose
     reads: tuple[str, ...] = ()
-    only_speed: bool = False
-    versions: str = ""
-    issue: str = ""
 
 
-PURPOSES = {
-    "compiled-gradients": Purpose(
-        "keep gradients and random numbers of compiled code right where it is sharded or recomputed",
-        "SimpleFSDPStrategy or ActivationCheckpoint(memory_budget=...)",
-    ),
-    "compiled-speed": Purpose(
-        "let compiled blocks share graphs, group their collectives, launch less and replay CUDA graphs in some calls",
-        "Compile",
-    ),
-    "fsdp2": Purpose("gather, reduce and free parameters for modules that FSDP2 alone gets wrong", "FSDP2Strategy"),
-    "fsdp2-speed": Purpose("copy gathered parameters and gradients with less waiting", "FSDP2Strategy"),
-    "shards": Purpose(
-        "let code of users and of Lightning read and write sharded parameters", "FSDP2Strategy or SimpleFSDPStrategy"
-    ),
-    "meta-device": Purpose("see how a Hugging Face model initializes itself on the meta device", "configure_model"),
-    "logging": Purpose("log without waiting for the GPU and with less work for the host", "AccelerationFlags"),
-    "data": Purpose("know which batch and which checkpoint a run is at", "ExactResume, DevicePrefetch or a strategy"),
-    "steps": Purpose("act between backward and step, and stop all ranks at the same step", "StepGuard or a strategy"),
-    "measuring": Purpose("count where the host waits for the GPU", "TokenThroughput"),
-}
+_COMPILED_GRADIENTS = Purpose(
+    "keep gradients and random numbers of compiled code right where it is sharded or recomputed",
+    "SimpleFSDPStrategy or ActivationCheckpoint(memory_budget=...)",
+)
+_COMPILED_SPEED = Purpose(
+    "let compiled blocks share graphs, group their collectives, launch less and replay CUDA graphs in some calls",
+    "Compile",
+    only_speed=True,
+)
+_FSDP2 = Purpose("gather, reduce and free parameters for modules that FSDP2 alone gets wrong", "FSDP2Strategy")
+_FSDP2_SPEED = Purpose("copy gathered parameters and gradients with less waiting", "FSDP2Strategy", only_speed=True)
+_SHARDS = Purpose(
+    "let code of users and of Lightning read and write sharded parameters", "FSDP2Strategy or SimpleFSDPStrategy"
+)
+_META_DEVICE = Purpose("see how a Hugging Face model initializes itself on the meta device", "configure_model")
+_LOGGING = Purpose(
+    "log without waiting for the GPU and with less work for the host", "AccelerationFlags", only_speed=True
+)
+_DATA = Purpose("know which batch and which checkpoint a run is at", "ExactResume, DevicePrefetch or a strategy")
+_STEPS = Purpose("act between backward and step, and stop all ranks at the same step", "StepGuard or a strategy")
+_MEASURING = Purpose("count where the host waits for the GPU", "TokenThroughput")
 
 FSDP = "torch.distributed.fsdp._fully_shard."
 GROUP = f"{FSDP}_fsdp_param_group:FSDPParamGroup"
 STATE = f"{FSDP}_fsdp_state:FSDPState"
 PARAM = f"{FSDP}_fsdp_param:FSDPParam"
+_PARTITIONERS = "torch._functorch.partitioners"
+_OVERLAP = "torch._inductor.fx_passes.overlap_manual_scheduling"
 _DTENSOR = "torch.distributed.tensor:DTensor"
 _CONNECTORS = "lightning.pytorch.trainer.connectors."
+_CHECKPOINTS = f"{_CONNECTORS}checkpoint_connector:_CheckpointConnector"
+_SIGNALS = f"{_CONNECTORS}signal_connector:_SignalConnector"
 _WORKERS = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter"
 
 PATCHES = {
-    "torch._functorch.partitioners:fx_graph_cse": Patch(
-        "compiled-gradients", "test_parameters_with_equal_gradients_share_no_memory"
-    ),
-    "torch._functorch.partitioners:functionalize_rng_ops": Patch(
-        "compiled-gradients",
-        "test_recomputed_random_numbers_are_those_of_the_forward",
-        reads=("bw_module", "num_sym_nodes"),
-        versions=">=2.13",
-    ),
-    "torch._functorch.partitioners:choose_saved_values_set": Patch(
-        "compiled-gradients",
-        "test_what_a_budget_recomputes_has_the_random_numbers_of_the_forward",
-        reads=("node_info", "memory_budget"),
-    ),
-    "torch._dynamo.variables.nn_module:guard_to_detect_forward_monkeypatching": Patch(
-        "compiled-speed",
-        "test_blocks_are_one_graph_and_train_as_uncompiled",
-        only_speed=True,
-    ),
-    "torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons": Patch(
-        "compiled-speed",
-        "test_of_several_guards_that_is_known_which_tells_most",
-        only_speed=True,
-    ),
+    f"{_PARTITIONERS}:fx_graph_cse": Patch(_COMPILED_GRADIENTS),
+    f"{_PARTITIONERS}:functionalize_rng_ops": Patch(_COMPILED_GRADIENTS, ("bw_module", "num_sym_nodes")),
+    f"{_PARTITIONERS}:choose_saved_values_set": Patch(_COMPILED_GRADIENTS, ("node_info", "memory_budget")),
+    "torch._dynamo.variables.nn_module:guard_to_detect_forward_monkeypatching": Patch(_COMPILED_SPEED),
+    "torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons": Patch(_COMPILED_SPEED),
     "torch._inductor.choices:InductorChoices.reduction_split_factor": Patch(
-        "compiled-speed",
-        "test_much_is_reduced_in_aligned_pieces_of_one_size",
-        reads=("reduction_numel_hint", "inner_reduction"),
-        only_speed=True,
+        _COMPILED_SPEED, ("reduction_numel_hint", "inner_reduction")
     ),
-    "torch._higher_order_ops.triton_kernel_wrap:identify_accessed_tensors": Patch(
-        "compiled-speed",
-        "test_kernels_are_parsed_once_for_each_kind_of_launch_and_graphs_are_the_same",
-        only_speed=True,
-        versions=">=2.13",
-    ),
-    "torch._higher_order_ops.triton_kernel_wrap:identify_mutated_tensors": Patch(
-        "compiled-speed",
-        "test_kernels_are_parsed_once_for_each_kind_of_launch_and_graphs_are_the_same",
-        only_speed=True,
-        versions="<2.13",
-    ),
-    "torch.utils._runtime_estimation:get_gpu_dram_gbps": Patch(
-        "compiled-speed", "test_a_block_gathers_once_and_reduces_once_in_each_direction", versions=">=2.13"
-    ),
-    "torch._inductor.fx_passes.overlap_manual_scheduling:get_full_bucket_key": Patch(
-        "compiled-speed",
-        "test_a_block_gathers_once_and_reduces_once_in_each_direction",
-        reads=("node",),
-        only_speed=True,
-        versions=">=2.13",
-    ),
-    "torch._inductor.fx_passes.overlap_manual_scheduling:bucket_key": Patch(
-        "compiled-speed",
-        "test_a_block_gathers_once_and_reduces_once_in_each_direction",
-        reads=("node",),
-        only_speed=True,
-        versions="<2.13",
-    ),
-    "torch._C._nn:cross_entropy_loss": Patch(
-        "compiled-speed", "test_a_large_cross_entropy_in_a_step_is_compiled", only_speed=True
-    ),
+    "torch.utils._runtime_estimation:get_gpu_dram_gbps": Patch(_COMPILED_SPEED),
+    f"{_OVERLAP}:get_full_bucket_key": Patch(_COMPILED_SPEED, ("node",)),
+    f"{_OVERLAP}:bucket_key": Patch(_COMPILED_SPEED, ("node",)),  # its name in torch 2.11
+    "torch._C._nn:cross_entropy_loss": Patch(_COMPILED_SPEED),
     "torch._inductor.compile_fx:cudagraphify": Patch(
-        "compiled-speed",
-        "test_one_compilation_by_inductor_is_launched_and_replayed",
-        reads=("model", "static_input_idxs", "is_backward", "mutated_input_idxs"),
+        _COMPILED_SPEED, ("model", "static_input_idxs", "is_backward", "mutated_input_idxs")
     ),
-    "torch._inductor.output_code:maybe_handle_backward_generation": Patch(
-        "compiled-speed", "test_one_compilation_by_inductor_is_launched_and_replayed"
-    ),
-    f"{STATE}._pre_backward": Patch(
-        "fsdp2", "test_one_that_makes_a_graph_keeps_what_is_gathered_until_that_of_the_loss_ends"
-    ),
-    f"{STATE}._root_post_backward_final_callback": Patch(
-        "fsdp2", "test_one_that_makes_a_graph_keeps_what_is_gathered_until_that_of_the_loss_ends"
-    ),
-    f"{STATE}._register_pre_backward_hook": Patch("fsdp2", "test_tensors_of_objects_announce_their_backward"),
-    f"{GROUP}.reshard": Patch(
-        "fsdp2", "test_one_that_makes_a_graph_keeps_what_is_gathered_until_that_of_the_loss_ends"
-    ),
-    f"{GROUP}.post_backward": Patch(
-        "fsdp2", "test_what_is_summed_before_it_is_reduced_over_copies_is_each_parameters_own"
-    ),
-    f"{PARAM}.to_unsharded": Patch("fsdp2", "test_what_was_found"),
-    f"{PARAM}.init_dtype_attrs": Patch("fsdp2", "test_shards_train_the_same", reads=("mp_policy",)),
-    f"{PARAM}.init_unsharded_param": Patch("fsdp2", "test_shards_train_the_same"),
-    f"{FSDP}_fsdp_param_group:foreach_all_gather_copy_out": Patch(
-        "fsdp2-speed", "test_a_copy_waits_for_what_was_freed_and_computing_for_the_copy", only_speed=True
-    ),
-    f"{GROUP}._to_sharded": Patch(
-        "fsdp2-speed", "test_a_copy_waits_for_what_was_freed_and_computing_for_the_copy", only_speed=True
-    ),
-    f"{GROUP}._to_sharded_post_forward": Patch(
-        "fsdp2-speed", "test_a_copy_waits_for_what_was_freed_and_computing_for_the_copy", only_speed=True
-    ),
+    "torch._inductor.output_code:maybe_handle_backward_generation": Patch(_COMPILED_SPEED),
+    f"{STATE}._pre_backward": Patch(_FSDP2),
+    f"{STATE}._root_post_backward_final_callback": Patch(_FSDP2),
+    f"{STATE}._register_pre_backward_hook": Patch(_FSDP2),
+    f"{GROUP}.reshard": Patch(_FSDP2),
+    f"{GROUP}.post_backward": Patch(_FSDP2),
+    f"{PARAM}.to_unsharded": Patch(_FSDP2),
+    f"{PARAM}.init_dtype_attrs": Patch(_FSDP2, ("mp_policy",)),
+    f"{PARAM}.init_unsharded_param": Patch(_FSDP2),
+    f"{FSDP}_fsdp_param_group:foreach_all_gather_copy_out": Patch(_FSDP2_SPEED),
+    f"{GROUP}._to_sharded": Patch(_FSDP2_SPEED),
+    f"{GROUP}._to_sharded_post_forward": Patch(_FSDP2_SPEED),
     f"{FSDP}_fsdp_collectives:foreach_reduce_scatter_copy_in": Patch(
-        "fsdp2-speed",
-        "test_it_is_asked_for_each_group_and_not_a_bit_changes",
-        reads=("unsharded_grads", "reduce_scatter_input", "world_size"),
-        only_speed=True,
+        _FSDP2_SPEED, ("unsharded_grads", "reduce_scatter_input", "world_size")
     ),
-    f"{_DTENSOR}.data": Patch("shards", "test_values_that_are_set_are_the_shards"),
-    f"{_DTENSOR}.__getitem__": Patch("shards", "test_what_is_assigned_to_an_index_is_kept"),
-    f"{_DTENSOR}.__setitem__": Patch("shards", "test_what_is_assigned_to_an_index_is_kept"),
-    **{
-        f"{_DTENSOR}.{name}": Patch("shards", "test_what_a_shard_makes_is_plain")
-        for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
-    },
-    "torch.autograd:grad": Patch(
-        "shards",
-        "test_gradients_of_shards_are_refused_and_others_are_not",
-        reads=("inputs",),
-    ),
-    "torch.autograd:Function.apply": Patch(
-        "shards",
-        "test_inputs_of_functions_of_users_are_changed_and_of_distributed_ones_not",
-    ),
-    "lightning.pytorch.callbacks:BaseFinetuning.filter_on_optimizer": Patch(
-        "shards",
-        "test_parameters_of_both_kinds_differ_from_equal_ones",
-        reads=("optimizer", "params"),
-    ),
-    "lightning.pytorch:LightningModule._LightningModule__to_tensor": Patch(
-        "shards",
-        "test_norms_of_shards_are_logged_as_those_of_whole_tensors",
-        reads=("value",),
-    ),
-    "lightning.pytorch.utilities.grads:torch": Patch(
-        "shards", "test_norms_of_shards_are_logged_as_those_of_whole_tensors"
-    ),
-    "transformers.modeling_utils:PreTrainedModel.init_weights": Patch(
-        "meta-device", "test_a_model_initialises_itself_on_meta_only_while_asked"
-    ),
-    f"{_CONNECTORS}logger_connector.result:_ResultMetric.to": Patch(
-        "logging",
-        "test_a_record_is_walked_through_once_and_not_at_each_step",
-        only_speed=True,
-    ),
-    "lightning.pytorch.profilers:PassThroughProfiler.profile": Patch(
-        "logging",
-        "test_a_profiler_times_each_hook_and_without_one_nothing_is_timed",
-        reads=("action_name",),
-        only_speed=True,
-    ),
-    "lightning.pytorch.callbacks:LearningRateMonitor._extract_stats": Patch(
-        "logging",
-        "test_no_number_that_is_logged_is_copied_to_the_device",
-        only_speed=True,
-    ),
-    f"{_CONNECTORS}checkpoint_connector:_CheckpointConnector._parse_ckpt_path": Patch(
-        "data",
-        "test_on_exception_checkpoints_and_those_that_are_torn",
-        reads=("state_fn", "ckpt_path"),
-    ),
-    f"{_CONNECTORS}checkpoint_connector:_CheckpointConnector.resume_start": Patch(
-        "data",
-        "test_rolling_back_restricts_loading_like_fit",
-        reads=("checkpoint_path", "weights_only"),
-    ),
-    "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states": Patch(
-        "data", "test_loaders_are_followed_until_undone"
-    ),
-    "lightning.pytorch.strategies:Strategy.batch_to_device": Patch(
-        "data",
-        "test_only_the_transfer_of_training_batches_is_within_the_context",
-        reads=("batch", "device", "dataloader_idx"),
-    ),
-    f"{_WORKERS}._next_data": Patch("data", "test_nobody_can_tell"),
-    f"{_WORKERS}._reset": Patch("data", "test_workers_that_live_on_begin_anew"),
-    "lightning.pytorch.plugins.precision:Precision._after_closure": Patch(
-        "steps",
-        "test_it_comes_after_all_hooks_and_before_the_step_with_the_gradients_there",
-        reads=("model", "optimizer"),
-    ),
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor": Patch(
-        "steps", "test_every_rank_stops_at_the_same_step"
-    ),
-    f"{_CONNECTORS}signal_connector:_SignalConnector._sigterm_notifier_fn": Patch(
-        "steps", "test_every_rank_stops_at_the_same_step", reads=("signum",)
-    ),
-    f"{_CONNECTORS}signal_connector:_SignalConnector._slurm_sigusr_handler_fn": Patch(
-        "steps", "test_every_rank_is_requeued_once_and_at_the_same_step", reads=("signum",)
-    ),
-    "torch.cuda:synchronize": Patch("measuring", "test_places_that_wait_are_counted"),
-    "warnings:showwarning": Patch("measuring", "test_places_that_wait_are_counted", reads=("message",)),
+    f"{_DTENSOR}.data": Patch(_SHARDS),
+    f"{_DTENSOR}.__getitem__": Patch(_SHARDS),
+    f"{_DTENSOR}.__setitem__": Patch(_SHARDS),
+    f"{_DTENSOR}.new_empty": Patch(_SHARDS),
+    f"{_DTENSOR}.new_full": Patch(_SHARDS),
+    f"{_DTENSOR}.new_ones": Patch(_SHARDS),
+    f"{_DTENSOR}.new_tensor": Patch(_SHARDS),
+    f"{_DTENSOR}.new_zeros": Patch(_SHARDS),
+    "torch.autograd:grad": Patch(_SHARDS, ("inputs",)),
+    "torch.autograd:Function.apply": Patch(_SHARDS),
+    "lightning.pytorch.callbacks:BaseFinetuning.filter_on_optimizer": Patch(_SHARDS, ("optimizer", "params")),
+    "lightning.pytorch:LightningModule._LightningModule__to_tensor": Patch(_SHARDS, ("value",)),
+    "lightning.pytorch.utilities.grads:torch": Patch(_SHARDS),
+    "transformers.modeling_utils:PreTrainedModel.init_weights": Patch(_META_DEVICE),
+    f"{_CONNECTORS}logger_connector.result:_ResultMetric.to": Patch(_LOGGING),
+    "lightning.pytorch.profilers:PassThroughProfiler.profile": Patch(_LOGGING, ("action_name",)),
+    "lightning.pytorch.callbacks:LearningRateMonitor._extract_stats": Patch(_LOGGING),
+    f"{_CHECKPOINTS}._parse_ckpt_path": Patch(_DATA, ("state_fn", "ckpt_path")),
+    f"{_CHECKPOINTS}.resume_start": Patch(_DATA, ("checkpoint_path", "weights_only")),
+    "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states": Patch(_DATA),
+    "lightning.pytorch.strategies:Strategy.batch_to_device": Patch(_DATA, ("batch", "device", "dataloader_idx")),
+    f"{_WORKERS}._next_data": Patch(_DATA),
+    f"{_WORKERS}._reset": Patch(_DATA),
+    "lightning.pytorch.plugins.precision:Precision._after_closure": Patch(_STEPS, ("model", "optimizer")),
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor": Patch(_STEPS),
+    f"{_SIGNALS}._sigterm_notifier_fn": Patch(_STEPS, ("signum",)),
+    f"{_SIGNALS}._slurm_sigusr_handler_fn": Patch(_STEPS, ("signum",)),
+    "torch.cuda:synchronize": Patch(_MEASURING),
+    "warnings:showwarning": Patch(_MEASURING, ("message",)),
 }
 
 
@@ -307,7 +179,7 @@ def applied(
         make: Returns the replacement. It may be called several times.
         owner: The instance whose attribute is replaced, instead of that of the class.
         once: Let contexts that are open at the same time share the first replacement.
-        only_speed: As in `Patch`, if other users of the row depend on the patch for their results.
+        only_speed: As in `Purpose`, if other users of the row depend on the patch for their results.
 
     Raises:
         PatchError: If the attribute does not match, and results depend on the patch.
@@ -360,17 +232,16 @@ def _fits(target: str, *, only_speed: bool) -> bool:
     reason = why_not(target)
     if reason is None:
         return True
-    patch, purpose = PATCHES[target], PURPOSES[PATCHES[target].purpose]
-    package = target.partition(".")[0]
+    package, purpose = target.partition(".")[0], PATCHES[target].purpose
     text = (
-        f"lightning_ups replaces {target.replace(':', '.')} to {purpose.text}, which {_named(package)} does not allow:"
+        f"lightning_ups replaces {target.replace(':', '.')} to {purpose.text}, but {_named(package)} differs: {reason}."
     )
-    if patch.only_speed or only_speed:
-        warnings.warn(f"{text} {reason}. It goes without, and may be slower.", stacklevel=4)
+    if purpose.only_speed or only_speed:
+        warnings.warn(f"{text} This patch is left out, which may be slower.", stacklevel=4)
         return False
     raise PatchError(
-        f"{text} {reason}. {purpose.feature} needs this. Install a version of {package} that lightning_ups was tested"
-        " with: pip install --upgrade lightning_ups"
+        f"{text} {purpose.feature} needs this patch. Install a tested version of {package}:"
+        " pip install --upgrade lightning_ups"
     )
 
 
@@ -403,7 +274,7 @@ class _Place:
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name
         self._makers: dict[object, Make] = {}
-        self._sharing: set[object] = set()
+        self._shared = False  # the first replacement stays until the last context closes
         self._own: Any = _MISSING  # the owner's own attribute, which may also be inherited
         self._original: Any = _MISSING
         self._set: Any = _MISSING
@@ -413,21 +284,14 @@ class _Place:
             self._own = vars(self._owner).get(self._name, _MISSING)
             look = inspect.getattr_static if isinstance(self._owner, type) else getattr
             self._original = look(self._owner, self._name, None)
-        if once and self._makers:
-            self._sharing.add(token)
-            return
-        self._makers[token] = make
-        self._update()
+        self._makers[token], self._shared = make, once
+        if not once or len(self._makers) == 1:
+            self._update()
 
     def remove(self, token: object) -> None:
-        if token in self._sharing:
-            self._sharing.remove(token)
-            return
-        make = self._makers.pop(token)
-        if self._sharing:
-            self._makers[self._sharing.pop()] = make
-            return
-        self._update()
+        del self._makers[token]
+        if not (self._shared and self._makers):
+            self._update()
         if not self._makers:
             _PLACES.pop((id(self._owner), self._name), None)
 
@@ -446,7 +310,8 @@ class _Place:
             setattr(self._owner, self._name, self._own)
 
     def _made(self) -> Any:
-        made, kind = self._original, _same
+        made: Any = self._original
+        kind: Any = None
         if isinstance(self._owner, type):
             if isinstance(made, staticmethod):
                 made, kind = made.__func__, staticmethod
@@ -454,11 +319,7 @@ class _Place:
                 made, kind = _called_on_class(made), classmethod
         for make in self._makers.values():
             made = make(made)
-        return kind(made)
-
-
-def _same(value: Any) -> Any:
-    return value
+        return made if kind is None else kind(made)
 
 
 def _called_on_class(method: Any) -> Callable[..., Any]:
