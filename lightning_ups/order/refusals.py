@@ -400,7 +400,7 @@ def _without_random_numbers(run: Run) -> str | None:
 def _unbudgeted(run: Run) -> list[tuple[str, str]]:
     """Return (callback with a memory budget, backend that ignores it)."""
     asking = [type(step).__name__ for step in run.declarations if step.memory_budget is not None]
-    return [(each, backend) for each in asking for backend in _backends(run) if heeds_memory_budget(backend) is False]
+    return [(each, backend) for each in asking for backend in _backends(run) if not heeds_memory_budget(backend)]
 
 
 def _backends(run: Run) -> list[str]:

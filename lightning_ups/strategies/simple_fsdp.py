@@ -109,7 +109,7 @@ class _Graphs(Step):
         if self.strategy.overlap == "none":
             return "overlap='none'"
         backend = next((c.compiler.backend for c in _compilers(module)), "inductor")
-        return overlap.missing() if backend == "inductor" else f"the passes are inductor's, and this is {backend}"
+        return None if backend == "inductor" else f"the passes are inductor's, and this is {backend}"
 
     @contextmanager
     def _compiled(self, module: LightningModule, context: Context, blocks: Blocks) -> Iterator[None]:

@@ -1,11 +1,10 @@
 """Sets the log levels of libraries."""
 
 import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["only_errors", "only_from", "without"]
+__all__ = ["only_from", "without"]
 
 
 @contextmanager
@@ -33,15 +32,3 @@ def without(text: str, logger: str) -> Iterator[None]:
         yield
     finally:
         named.removeFilter(is_another)
-
-
-@contextmanager
-def only_errors() -> Iterator[None]:
-    """Suppress all warnings, and log messages below errors, while the context is open."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(before)

@@ -1,9 +1,8 @@
 import logging
-import warnings
 
 import pytest
 
-from lightning_ups._compat.torch.log_levels import only_errors, only_from, without
+from lightning_ups._compat.torch.log_levels import only_from, without
 
 
 def test_less_is_left_out_for_a_while():
@@ -30,15 +29,3 @@ def test_one_message_is_left_out_for_a_while(caplog):
         logger.warning("another")
     logger.warning("advice about that")
     assert [record.getMessage() for record in caplog.records] == ["another", "advice about that"]
-
-
-def test_only_errors_are_heard_while_the_context_is_open(caplog, recwarn):
-    logger = logging.getLogger("of.a.library")
-    logger.setLevel(logging.DEBUG)
-    with only_errors():
-        warnings.warn("not now", stacklevel=1)
-        logger.warning("nor this")
-        logger.error("but this")
-    logger.warning("and this")
-    assert [record.message for record in caplog.records] == ["but this", "and this"]
-    assert not recwarn.list

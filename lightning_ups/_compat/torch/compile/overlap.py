@@ -1,11 +1,9 @@
 """Inductor's passes that bucket the collectives of a block, and overlap them with another block's compute.
 
-Their arguments differ between torch 2.11 and 2.13, and a later torch may not have them: this module checks. A pass set
-by the user runs first.
+A pass set by the user runs first.
 """
 
 import importlib
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +22,7 @@ from lightning_ups._compat.torch.compile.graph_passes import cast_where_copied
 from lightning_ups._compat.torch.compile.inductor import known_by, passes_in
 from lightning_ups._compat.torch.fsdp.gathers import group_of
 
-__all__ = ["GraphCollectives", "bucketing", "collectives_of", "missing"]
+__all__ = ["GraphCollectives", "bucketing", "collectives_of"]
 
 _KINDS = {
     "all_gather_into_tensor": "gathers",
@@ -52,17 +50,6 @@ class GraphCollectives:
     before: dict[str, int]
     after: dict[str, int]
     groups: int
-
-
-def missing() -> str | None:
-    """Return why this torch cannot bucket collectives by block, or None."""
-    function = _function()
-    if function is None:
-        return "this torch's inductor has no manual_overlap_bucketing"
-    wanted = {"module_bucket_plans", "module_stack_fn"}
-    if not wanted <= inspect.signature(function).parameters.keys():
-        return "this torch's manual_overlap_bucketing takes no groups of ours"
-    return None
 
 
 @contextmanager
@@ -126,10 +113,17 @@ class _Bucket(CustomGraphPass):
 
 
 def _put_together(graph: fx.Graph, groups: list[str]) -> None:
-    module, function = graph.owning_module, _function()
-    if groups and module is not None and function is not None:
+    from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
+
+    numbers = {group: f"group{i}" for i, group in enumerate(groups)}  # names without dots, which would be levels
+
+    def stack(node: fx.Node) -> list[tuple[str, type[nn.Module]]]:
+        group = _place(node)
+        return [] if group is None else [(numbers[group], nn.Module)]
+
+    if groups and (module := graph.owning_module) is not None:
         with _without_estimates(), _gathering_types_together():
-            function(module, **_arguments(function, groups))
+            manual_overlap_bucketing(module, [*numbers.values()], insert_overlap_deps=True, module_stack_fn=stack)
         cast_where_copied(graph)
 
 
@@ -176,9 +170,10 @@ def _reduce_sum(graph: fx.Graph, node: fx.Node, waits: list[fx.Node], first: fx.
 
 def _reduce_copies(graph: fx.Graph) -> None:
     """Bucket all-reduces of gradients, and wait for them at the end, since only the outputs need their results."""
-    merge = getattr(importlib.import_module("torch._inductor.fx_passes.bucketing"), "merge_all_reduce_bucket", None)
+    from torch._inductor.fx_passes.bucketing import merge_all_reduce_bucket
+
     for nodes in _reductions_of_copies(graph):
-        made = merge(graph, nodes)[0] if merge is not None and len(nodes) > 1 else nodes
+        made = merge_all_reduce_bucket(graph, nodes)[0] if len(nodes) > 1 else nodes
         for node in [node for node in made if _name(node) == "all_reduce"]:
             *results, output = _after(node)
             for result in results:
@@ -231,8 +226,7 @@ _TOGETHER = (torch.float32, torch.bfloat16, torch.float16)
 def _gathering_types_together() -> Iterator[None]:
     """Gather bfloat16 and float32 tensors together for autocast; torch's pass supports it, but never does it."""
     module = "torch._inductor.fx_passes.overlap_manual_scheduling"
-    names = ("get_full_bucket_key", "bucket_key")
-    name = next((name for name in names if hasattr(importlib.import_module(module), name)), names[0])
+    name = "bucket_key" if hasattr(importlib.import_module(module), "bucket_key") else "get_full_bucket_key"
     with applied(f"{module}:{name}", _of_any_type, once=True):
         yield
 
@@ -254,21 +248,6 @@ def _may_be_any_type(node: fx.Node) -> bool:
     return value.dtype in _TOGETHER and value.numel() * value.dtype.itemsize % 4 == 0  # the next one must be aligned
 
 
-def _arguments(function: Callable[..., Any], groups: list[str]) -> dict[str, Any]:
-    numbers = {group: f"group{i}" for i, group in enumerate(groups)}  # names without dots, which would be levels
-
-    def stack(node: fx.Node) -> list[tuple[str, type[nn.Module]]]:
-        group = _place(node)
-        return [] if group is None else [(numbers[group], nn.Module)]
-
-    arguments: dict[str, Any] = {
-        "module_bucket_plans": [*numbers.values()],
-        "insert_overlap_deps": True,
-        "module_stack_fn": stack,
-    }
-    return {name: value for name, value in arguments.items() if name in inspect.signature(function).parameters}
-
-
 def _place(node: fx.Node) -> str | None:
     return group_of(node) if _name(node) and not _gathers_complex(node) else None
 
@@ -277,11 +256,3 @@ def _gathers_complex(node: fx.Node) -> bool:
     # The pass gathers into memory that it allocates, which is the one case in which torch does not convert complex
     # numbers.
     return _KINDS.get(_name(node)) == "gathers" and node.meta["val"].is_complex()
-
-
-def _function() -> Callable[..., Any] | None:
-    try:
-        module = importlib.import_module("torch._inductor.fx_passes.overlap_manual_scheduling")
-    except ImportError:
-        return None
-    return getattr(module, "manual_overlap_bucketing", None)

@@ -4,7 +4,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -12,48 +12,24 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_ups._compat.patches import applied
-from lightning_ups._compat.torch.log_levels import only_errors
-from lightning_ups._compat.torch.tensors.autograd import outside_modes, saves_seen_by
 
 __all__ = ["gradients_apart", "heeds_memory_budget", "random_numbers_kept", "random_states_in_place"]
 
 _NOTHING = 1e-9  # anything less keeps nothing
+_NOT_BY_COST = (
+    "eager",
+    "eager_noexcept",
+    "eager_debug",
+    "aot_eager_default_partitioner",
+    "cudagraphs",
+    "openxla",
+    "tvm",
+)
 
 
-@cache
-def heeds_memory_budget(backend: str) -> bool | None:
-    """Return whether ``backend`` respects the memory budget of activations; None if it does not run.
-
-    A small graph is compiled to find out, except with inductor, which is known to and takes seconds.
-    """
-    if backend == "inductor":
-        return True
-    try:
-        with only_errors():
-            return _saved_bytes(backend, budget=0.0) < _saved_bytes(backend, budget=1.0)
-    except Exception:  # noqa: BLE001  (the first step compiles too, and tells what it is)
-        return None
-
-
-def _saved_bytes(backend: str, *, budget: float) -> int:
-    from torch._functorch import config  # slow to import, and not needed for --help
-
-    from lightning_ups._compat.torch.compile.dynamo import backend_compiler
-
-    graph = fx.symbolic_trace(lambda x: ((x @ x).sin(),))
-    saved: list[torch.Tensor] = []
-    with (
-        config.patch(activation_memory_budget=budget),
-        outside_modes(),
-        torch.inference_mode(mode=False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-    ):
-        x = torch.ones(8, 8, device="cpu", requires_grad=True)
-        run = backend_compiler(backend, mode="default", dynamic=None)(graph, [x])
-        with saves_seen_by(saved.append):
-            run(x)
-    return sum(tensor.nbytes for tensor in saved)
+def heeds_memory_budget(backend: str) -> bool:
+    """Return whether ``backend`` splits graphs by cost and so respects a memory budget; unknown ones are assumed to."""
+    return backend not in _NOT_BY_COST
 
 
 @contextmanager

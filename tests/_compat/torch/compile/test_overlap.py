@@ -307,17 +307,9 @@ def test_where_the_pass_fails_the_error_names_the_option_that_leaves_it_out(rank
 
 
 def _failing():
-    def fail(gm, module_bucket_plans, module_stack_fn):
+    def fail(*_, **__):
         raise AssertionError("not this one")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "_function", lambda: fail)
+        patch.setattr("torch._inductor.fx_passes.overlap_manual_scheduling.manual_overlap_bucketing", fail)
         run(together=True)
-
-
-def test_a_torch_without_the_pass_says_so(monkeypatch):
-    assert overlap.missing() is None
-    monkeypatch.setattr(overlap, "_function", lambda: None)
-    assert "has no manual_overlap_bucketing" in overlap.missing()
-    monkeypatch.setattr(overlap, "_function", lambda: lambda gm, module_bucket_plans: gm)
-    assert "takes no groups of ours" in overlap.missing()
