@@ -17,7 +17,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from lightning_ups._compat.torch.flags import (
     AttentionState,
     allocator_settings,
-    allocator_variable,
     cache_key_tag,
     forget_graphs,
     merge_settings,
@@ -267,7 +266,7 @@ def allocator(**changes: Any) -> Iterator[None]:
         raise RuntimeError(
             f"{_listed(changes)} was asked of the CUDA allocator {backend!r}."
             " Only torch's own allocator has these settings, and a running process cannot change its allocator."
-            f" Take 'backend' out of {allocator_variable()}, or leave these settings out."
+            f" Take 'backend' out of PYTORCH_ALLOC_CONF, or leave these settings out."
         )
     torch.cuda.init()
     before = allocator_settings() or {}
@@ -291,7 +290,7 @@ def _check_followed(changes: dict[str, Any]) -> None:
         raise RuntimeError(
             f"The CUDA allocator did not take {_listed(ignored)}."
             " This platform does not support it, or CUDA was initialised too early for it."
-            f" Set {allocator_variable()}={merge_settings('', ignored)} in the environment before Python starts."
+            f" Set PYTORCH_ALLOC_CONF={merge_settings('', ignored)} in the environment before Python starts."
         )
 
 

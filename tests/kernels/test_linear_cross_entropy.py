@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ups._compat.torch.tensors import tensors as products
 from lightning_ups._compat.torch.tensors.tensors import product
 from lightning_ups.insight.throughput.flops import count_flops
 from lightning_ups.kernels import linear_cross_entropy as module
@@ -482,7 +481,6 @@ def storages(tree):
 @pytest.fixture
 def peak_on_a_gpu(monkeypatch, a_gpu):
     """Return what counts the bytes of forward and backward on a GPU that is not there."""
-    monkeypatch.setattr(products, "_adds_into_float32", lambda _: True)
     # It adds in place; torch 2.11's fake of it raises.
     monkeypatch.setattr(torch, "addmm", lambda total, a, b, *, out_dtype, out: out)
     monkeypatch.setattr(module, "step_on", lambda *_: lambda *_: None)  # as the kernel: allocates nothing
@@ -539,12 +537,6 @@ def test_a_float32_weight_sums_its_gradient_where_it_stays(peak_on_a_gpu):
     copies = 2 * (vocab + rows) * dim  # of weight and hidden states in bfloat16
     peak = peak_on_a_gpu(LLAMA, like={"dtype": torch.float32}, dtype=torch.bfloat16)
     assert peak < 4096 * vocab * 2 + 4 * (vocab + rows) * dim + copies + 32 * rows
-
-
-def test_an_addition_that_torch_lacks_takes_little(peak_on_a_gpu, monkeypatch):
-    before = peak_on_a_gpu(LLAMA)
-    monkeypatch.setattr(products, "_adds_into_float32", lambda _: False)
-    assert before < peak_on_a_gpu(LLAMA) < before + 4 * 128256 * 2048 / 7
 
 
 def test_rows_of_a_chunk(monkeypatch, a_gpu):

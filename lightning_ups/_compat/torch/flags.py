@@ -20,7 +20,6 @@ __all__ = [
     "AttentionState",
     "Tf32",
     "allocator_settings",
-    "allocator_variable",
     "allowed_attention",
     "cache_key_tag",
     "forget_graphs",
@@ -239,27 +238,13 @@ def allocator_settings() -> dict[str, Any] | None:
     return dict(snapshot["allocator_settings"])
 
 
-def allocator_variable() -> str:
-    """Return the environment variable that configures the allocator at start."""
-    return "PYTORCH_ALLOC_CONF" if hasattr(torch._C, "_accelerator_setAllocatorSettings") else "PYTORCH_CUDA_ALLOC_CONF"
-
-
 def set_allocator_settings(text: str, /) -> None:
     """Configure the allocator as the environment variable would, in a running process.
 
     Raises:
-        RuntimeError: If this torch does not support it, or refuses ``text``.
+        RuntimeError: If torch refuses ``text``.
     """
-    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if setter is None:
-        setter = getattr(torch.cuda.memory, "_set_allocator_settings", None)
-    if setter is None:
-        raise RuntimeError(
-            f"This torch cannot change the CUDA allocator to {text!r} while the process runs."
-            " It reads the settings once, when CUDA is initialised."
-            f" Set {allocator_variable()}={text} in the environment instead."
-        )
-    setter(text)
+    torch._C._accelerator_setAllocatorSettings(text)
 
 
 def merge_settings(text: str, changes: Mapping[str, Any], /) -> str:

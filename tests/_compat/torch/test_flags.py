@@ -11,13 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_ups._compat.torch.flags import (
     AttentionState,
     allocator_settings,
-    allocator_variable,
     cache_key_tag,
     merge_settings,
     read_attention,
     read_tf32,
     save_tf32,
-    set_allocator_settings,
     write_attention,
     write_tf32,
 )
@@ -150,14 +148,6 @@ def test_settings_of_the_environment_are_kept(text, expected):
     assert merge_settings(text, {"expandable_segments": True}) == expected
 
 
-def test_without_a_setter_the_error_says_which_variable_to_set(monkeypatch):
-    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
-    monkeypatch.delattr(torch.cuda.memory, "_set_allocator_settings", raising=False)
-    assert allocator_variable() == "PYTORCH_CUDA_ALLOC_CONF"
-    with pytest.raises(RuntimeError, match="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"):
-        set_allocator_settings("expandable_segments:True")
-
-
 def test_asking_for_the_allocator_does_not_initialise_cuda():
     if torch.cuda.is_initialized():
         pytest.skip("another test of this process has initialised it")
@@ -171,7 +161,6 @@ def test_the_variable_is_the_one_that_torch_reads(monkeypatch):
         "import torch; from lightning_ups._compat.torch.flags import *; torch.cuda.init();"
         "print(allocator_settings()['expandable_segments'])"
     )
-    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv(allocator_variable(), "expandable_segments:True")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "True"

@@ -20,20 +20,8 @@ def torch_bound(operator):
     return Version(bound.version).release[:2]
 
 
-def oldest_torch():
-    return torch_bound(">=")
-
-
-@pytest.mark.parametrize("shim", compat.SHIMS, ids=lambda s: s.name)
-def test_no_shim_outlives_its_reason(shim):
-    assert hasattr(compat, shim.name)
-    assert shim.until > oldest_torch(), (
-        f"torch {oldest_torch()} is the oldest we support: delete {shim.name} ({shim.why})"
-    )
-
-
-def test_oldest_torch_is_read_from_pyproject():
-    assert oldest_torch() == (2, 11)
+def test_the_oldest_torch_that_is_supported():
+    assert torch_bound(">=") == (2, 11), "look for torch 2.11 in _compat: what is only for it can go"
 
 
 def test_pyproject_allows_the_tested_torch_and_no_later_one():

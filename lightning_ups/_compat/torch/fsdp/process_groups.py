@@ -8,7 +8,6 @@ import torch.distributed as dist
 __all__ = ["prepare_nccl", "shared_store"]
 
 _MULTIPROCESSORS = "NCCL_MAX_CTAS"
-_SET_HERE: dict[str, str] = {}  # by an earlier strategy of this process, not by the user
 
 
 def prepare_nccl(
@@ -42,27 +41,19 @@ def prepare_nccl(
         wanted |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix)
     for name, value in wanted.items():
         if name not in os.environ:
-            os.environ[name] = _SET_HERE[name] = value
+            os.environ[name] = value
     return {name: os.environ[name] for name in wanted}
 
 
 def _check_effect(name: str, value: str) -> None:
-    said = os.environ.get(name)
-    if said == value or (said is None and not dist.is_initialized()):
+    found = os.environ.get(name)
+    if found == value or (found is None and not dist.is_initialized()):
         return
-    if said is not None and _SET_HERE.get(name) != said:
-        raise ValueError(
-            f"The environment says {name}={said}, and the strategy's options ask for {value}."
-            " What the environment says stays, so the option would have no effect."
-            f" Unset {name}, or leave the option out."
-        )
-    earlier = "the groups of this process were made" + (
-        "" if said is None else f" with {said}, for an earlier strategy"
-    )
+    why = "process groups exist already" if found is None else f"the environment has {name}={found}"
     raise ValueError(
-        f"NCCL would not see {name}={value}, which the strategy's options ask for: {earlier}."
-        " It reads it once, when the first group of a process is made."
-        f" Start a process for it, or set {name}={value} in the environment of this one."
+        f"communication_multiprocessors={value} would have no effect, because {why}."
+        f" NCCL reads {name} once, when the first group of a process is made."
+        f" Start a new process with {name}={value}, or leave the option out."
     )
 
 

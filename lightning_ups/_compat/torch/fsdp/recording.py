@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_ups._compat.patches import applied
 
@@ -274,7 +275,7 @@ class _Above(TorchFunctionMode):
             _Operation(
                 vars(nn.init)[code.co_name],
                 (),
-                _map(arguments, _place_of_meta),
+                tree_map(_place_of_meta, arguments),
                 [],
                 {_memory(tensor)},
                 _memory(tensor) if _covers(tensor) else None,
@@ -313,8 +314,8 @@ class _Operations(TorchDispatchMode):
         self._record.operations.append(
             _Operation(
                 None if name in _EMPTY else func,
-                _map(args, _place_of_meta),
-                _map(kwargs, _place_of_meta),
+                tree_map(_place_of_meta, args),
+                tree_map(_place_of_meta, kwargs),
                 [_place(t) for t in made],
                 before | {_memory(t) for t in results},
                 overwrites,
@@ -347,7 +348,7 @@ class _Replay:
         if operation.function is torch.set_rng_state:
             torch.set_rng_state(self._record.states[operation.args])
             return
-        args, kwargs = _map(operation.args, self._real), _map(operation.kwargs, self._real)
+        args, kwargs = tree_map(self._real, (operation.args, operation.kwargs))
         out = operation.function(*args, **kwargs)
         made = {place.memory: place for place in operation.made}
         for tensor, place in zip(_fresh(out, args, kwargs), made.values(), strict=False):
@@ -357,10 +358,7 @@ class _Replay:
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, Place):
-            if value.memory not in self._memory:
-                size, dtype = self._sizes[value.memory]
-                self._memory[value.memory] = torch.zeros(size, dtype=dtype, device=self._device)
-            return _tensor(value, self._memory[value.memory])
+            return _tensor(value, self._real_memory(value.memory))
         if isinstance(value, torch.device):
             return self._device
         return value.to(self._device) if isinstance(value, Tensor) else value
@@ -369,15 +367,17 @@ class _Replay:
         later = next((i for i in self._uses[memory] if i > now), None)
         if later is None:
             if memory in self._memory or self._record.made_here:
-                self._real_memory(memory)
-                self._finish(memory, self._memory.pop(memory))
+                whole = self._real_memory(memory)
+                del self._memory[memory]
+                self._finish(memory, whole)
         elif self._record.operations[later].overwrites == memory:
             self._memory.pop(memory, None)
 
-    def _real_memory(self, memory: int) -> None:
+    def _real_memory(self, memory: int) -> Tensor:
         if memory not in self._memory:
             size, dtype = self._sizes[memory]
             self._memory[memory] = torch.zeros(size, dtype=dtype, device=self._device)
+        return self._memory[memory]
 
 
 def _held(holder: Any, key: Any, value: Any) -> Iterator[tuple[Any, Any, Tensor]]:
@@ -415,23 +415,8 @@ def _fresh(out: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [t for t in _tensors(out) if not t.numel() or t.untyped_storage().data_ptr() not in given]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from _tensors(inner)
-
-
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _map(inner, change) for key, inner in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_map(inner, change) for inner in value)
-    return change(value)
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:

@@ -1,7 +1,6 @@
 """Internals of tensors, such as version counters and local parts; and float32 products of bfloat16 tensors."""
 
 from collections.abc import Callable, Collection, Iterable
-from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -121,25 +120,13 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add ``a @ b`` to ``total``, which has their dtype or float32."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda and _adds_into_float32(a.dtype):
+    elif a.is_cuda and total.dtype == torch.float32:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         rows = -(-len(total) // _PIECES) or 1
         for start in range(0, len(total), rows):  # so that the product takes little memory
             piece = slice(start, start + rows)
             total[piece].add_(product(a[piece], b, dtype=total.dtype))
-
-
-@cache
-def _adds_into_float32(dtype: torch.dtype) -> bool:
-    # Torch 2.9 has the argument and refuses a float32 summand, 2.11 accepts it; a small product is the way to find out.
-    total = torch.zeros(16, 16, device="cuda")
-    a = torch.ones(16, 16, device="cuda", dtype=dtype)
-    try:
-        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((total == 16).all())
 
 
 def forget_meshes() -> None:

@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_ups._compat.torch.tensors import tensors
 from lightning_ups._compat.torch.tensors.tensors import (
     add_product,
     arrived,
@@ -123,10 +122,7 @@ def test_one_type_adds_in_place():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("knows", [True, False])
-def test_on_a_gpu(monkeypatch, knows):
-    if not knows:
-        monkeypatch.setattr(tensors, "_adds_into_float32", lambda _: False)
+def test_on_a_gpu():
     a, b = halves("cuda")
     exact = a.double() @ b.double()
     torch.testing.assert_close(product(a, b, dtype=torch.float32).double(), exact, rtol=1e-5, atol=1e-5)
