@@ -22,7 +22,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ LR = 3e-5 if CUDA else 3e-4  # the loss falls in a straight line, far from what 
 SHAPE = GPTConfig(
     dim=1024 if CUDA else 64,
     num_layers=4 if CUDA else 2,
-    num_heads=8 if CUDA else 2,  # heads of 128 on a GPU, which float8 attention has kernels for
+    num_heads=8 if CUDA else 2,
     num_kv_heads=4 if CUDA else 1,
     ffn_dim=4096 if CUDA else 128,
     vocab_size=4096 if CUDA else 128,
@@ -190,12 +189,6 @@ class Forgetful(Net):
         super().configure_model()
         for parameter in self.model.get_submodule("layers.1.ffn").parameters():
             parameter.register_hook(torch.zeros_like)
-
-
-class Narrow(Net):
-    """Has heads half as wide."""
-
-    shape = replace(SHAPE, num_heads=2 * SHAPE.num_heads, num_kv_heads=2 * SHAPE.num_kv_heads)
 
 
 def train(
@@ -491,68 +484,6 @@ def _of_blocks(watch: Watch) -> dict[str, Any]:
     return facts
 
 
-def attention() -> dict[str, Any]:
-    """Float8 attention: losses, forward and backward beside bfloat16's, and what there are no kernels for."""
-    checks, hopper = Checks(), CUDA and torch.cuda.get_device_capability() < (10, 0)
-    with checks.attempt("delayed, in training"):
-        without = losses_of(TEPrecision(weights="masters", recipe="delayed"))
-        fault = apart(losses_of(TEPrecision(weights="masters", recipe="delayed"), module=Forgetful()), without)
-        found = losses_of(TEPrecision(weights="masters", recipe="delayed", fp8_attention=True))
-        _near(checks, "delayed, in training", found, without, limit=fault / 2)
-        checks.check("delayed, it took effect", ok=found != without, figures=found[0] - without[0])
-    if hopper:
-        message = "No dot product attention backend"
-        checks.refused("Transformer Engine has none with current", lambda: _attention_speed("current"), by=message)
-        checks.refused("current is refused here", lambda: train(TEPrecision(weights="masters", fp8_attention=True)))
-        narrow = TEPrecision(weights="masters", recipe="delayed", fp8_attention=True)
-        checks.refused("heads of 64 are refused here", lambda: train(narrow, module=Narrow()))
-    else:
-        with checks.attempt("current, in training"):
-            found, other = (losses_of(TEPrecision(weights="masters", fp8_attention=on)) for on in (True, False))
-            _near(checks, "current, in training", found, other, limit=fault / 2)
-    with checks.attempt("speed"):
-        checks.check("speed", ok=True, figures=_attention_speed("delayed"))
-    return checks.result()
-
-
-def _attention_speed(recipe: str) -> dict[str, float]:
-    from lightning_ups._compat.optional.te import attention_for, autocast, begin_attention_scales
-
-    heads, groups, width, seq = (32, 8, 128, 4096) if CUDA else (2, 1, 16, 16)
-    q, k, v = (
-        torch.randn(2, seq, h, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-        for h in (heads, groups, groups)
-    )
-    made = KNOWN[recipe].make(amax_history=1, amax_compute="most_recent", attention=True)
-    module = attention_for(heads, width, groups=groups, scale=None)
-    if recipe == "delayed":
-        begin_attention_scales(module, recipe=made)
-
-    def engine() -> torch.Tensor:
-        with autocast(made, group=None):
-            return module(q, k, v)
-
-    def torchs() -> torch.Tensor:
-        query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
-    flops = 3.5 * 2 * 2 * 2 * heads * seq * seq * width / 2
-    return {
-        name: round(flops / _seconds(run) / 1e12, 2) for name, run in (("fp8_tflops", engine), ("bf16_tflops", torchs))
-    }
-
-
-def _seconds(run: Callable[[], torch.Tensor], *, repeats: int = 10 if CUDA else 1) -> float:
-    for _ in range(3):
-        run().sum().backward()
-    _wait()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run().sum().backward()
-    _wait()
-    return (time.perf_counter() - start) / repeats
-
-
 # Two GPUs
 
 
@@ -630,7 +561,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "checkpoints": checkpoints,
     "recompute": recompute,
     "compiled": compiled,
-    "attention": attention,
     "ddp": ddp,
     "fsdp2": fsdp2,
     "speed bf16": partial(speed, "bf16"),

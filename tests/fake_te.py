@@ -417,33 +417,6 @@ class LayerNorm(_NormOp):
     kind = "LayerNorm"
 
 
-class DotProductAttention(TransformerEngineBaseModule):
-    def __init__(
-        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
-        attn_mask_type="causal", window_size=None, bottom_right_diagonal=None, softcap=0.0, sequence_parallel=False,
-        tp_size=1, get_rng_state_tracker=None, tp_group=None, layer_number=None, attention_type="self", cp_group=None,
-        cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_scale=None, softmax_type="vanilla",
-        return_max_logit=False, name=None,
-    ):  # fmt: skip
-        super().__init__(name)
-        assert (qkv_format, attn_mask_type) == ("bshd", "causal")
-        self.shape, self.scale = (num_attention_heads, num_gqa_groups, kv_channels), softmax_scale
-
-    def forward(self, query_layer=None, key_layer=None, value_layer=None):
-        assert (query_layer.shape[2], key_layer.shape[2], query_layer.shape[3]) == self.shape
-        assert _state().fp8_recipe.fp8_dpa
-        q, k, v = (
-            _Round.apply(x, 448.0 / x.detach().abs().amax().float()).transpose(1, 2)
-            for x in (query_layer, key_layer, value_layer)
-        )
-        # Not torch's function, for which this stands.
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        scores = q @ k.mT * (self.scale or q.shape[-1] ** -0.5)
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        out = scores.masked_fill(later, float("-inf")).softmax(-1).to(v.dtype) @ v
-        return out.transpose(1, 2).flatten(2)
-
-
 @contextlib.contextmanager
 def _recomputing(second):
     state = _state()
@@ -502,7 +475,7 @@ def _needs_blackwell(return_reason=False):
 NAMES = {
     "transformer_engine.pytorch": {
         "Linear": Linear, "LayerNormLinear": LayerNormLinear, "LayerNormMLP": LayerNormMLP, "RMSNorm": RMSNorm,
-        "LayerNorm": LayerNorm, "DotProductAttention": DotProductAttention, "autocast": autocast,
+        "LayerNorm": LayerNorm, "autocast": autocast,
         "checkpoint": checkpoint, "is_fp8_available": _available, "is_fp8_block_scaling_available": _available,
         "is_mxfp8_available": _needs_blackwell,
     },

@@ -3,14 +3,12 @@
 import ast
 from pathlib import Path
 
-_ATTENTION = "attention/dot_product_attention/dot_product_attention.py"
 CLASSES = {
     "Linear": ("pytorch/module/linear.py", ("__init__", "forward")),
     "LayerNormLinear": ("pytorch/module/layernorm_linear.py", ("__init__", "forward")),
     "LayerNormMLP": ("pytorch/module/layernorm_mlp.py", ("__init__", "forward")),
     "RMSNorm": ("pytorch/module/rmsnorm.py", ("__init__",)),
     "LayerNorm": ("pytorch/module/layernorm.py", ("__init__",)),
-    "DotProductAttention": (f"pytorch/{_ATTENTION}", ("__init__", "forward")),
     "autocast": ("pytorch/quantization.py", ("__init__",)),
 }
 RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
@@ -36,18 +34,6 @@ USED = {
         "user_forward_ctx, user_recompute_ctx = context_fn()",
         "te_recompute_ctx\n        ), user_recompute_ctx, torch_gpu_amp_forward_ctx",
     ),
-    "pytorch/attention/dot_product_attention/utils.py": (  # what `why_no_attention` says
-        "Disabling FusedAttention for FP8 current scaling on arch < sm100",
-        "Disabling FusedAttention for MXFP8 on arch < sm100",
-        "Disabling FlashAttention 3 for FP8 training",
-        'logger.debug("Disabling UnfusedDotProductAttention for FP8 attention")',
-        "if device_compute_capability == (12, 0):",
-    ),
-    f"pytorch/{_ATTENTION}": (
-        "num_gemms = [2, 1] if len(recipe) == 2 else [3]",
-        'raise ValueError(\n                    "No dot product attention backend is available',
-    ),
-    "pytorch/cpp_extensions/fused_attn.py": ("META_S = FP8FwdTensorIdx.GEMM3_OUTPUT",),
     "pytorch/ops/basic/swiglu.py": ("the first half of the input tensor, while PyTorch applies it to",),
     "pytorch/utils.py": ("if math.prod(tensor.shape[:-1]) % 8 != 0 or tensor.shape[-1] % 16 != 0:",),
 }

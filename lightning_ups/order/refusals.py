@@ -187,7 +187,7 @@ REFUSALS = (
     Refusal(
         what=lambda run: f"{type(run.precision).__name__}({_uncompilable(run)}) is given with Compile.",
         why="Transformer Engine does not support it in compiled code.",
-        cure="Use recipe='current', without fp8_attention, or leave Compile out.",
+        cure="Use recipe='current', or leave Compile out.",
         holds=lambda run: run.training and _uncompilable(run) is not None and run.compiles,
     ),
     Refusal(

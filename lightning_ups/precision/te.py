@@ -28,20 +28,17 @@ from lightning_ups.order import PrecisionCapabilities, Report, Run, Weights
 from lightning_ups.order.arguments import OnNoEffect, check_choice, check_kind, check_least, raise_or_warn
 from lightning_ups.precision.arguments import Filter
 from lightning_ups.precision.converting import ConvertingPrecision
-from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.casting import kept_in_float32, within
 from lightning_ups.transforms.fsdp import is_sharded
 from lightning_ups.transforms.on_module import OnModule
 from lightning_ups.transforms.sharding import DATA, TENSOR
 from lightning_ups.transforms.te import (
     RECIPES,
-    EngineAttention,
     Fuse,
     Fusion,
     Recipe,
     TEConversion,
     convert_to_te,
-    engine_attention,
 )
 
 __all__ = ["TEPrecision"]
@@ -81,7 +78,6 @@ class TEPrecision(ConvertingPrecision):
         tokens: For ``"auto"``: how many rows linear layers get. None: what a training step with the first batch shows.
         table: For ``"auto"``: a file of times, as ``python -m lightning_ups advise`` writes it. None: the user's cache.
         evaluate: Also evaluate in float8, whose products need batches whose rows are multiples of 8.
-        fp8_attention: Also compute causal attention in float8; on Hopper with ``"delayed"`` and heads of 128 alone.
         weights: How everything else computes without sharding, as for `BF16Precision`: ``"autocast"``, or pure
             bfloat16 over float32 ``"masters"``, which takes less memory.
         in_float32: Patterns of submodules that compute in float32 all the same, as for `BF16Precision`; what is in
@@ -119,7 +115,6 @@ class TEPrecision(ConvertingPrecision):
         tokens: int | None = None,
         table: str | Path | None = None,
         evaluate: bool = False,
-        fp8_attention: bool = False,
         weights: Weights = "autocast",
         in_float32: Sequence[str] = (),
         on_no_effect: OnNoEffect = "raise",
@@ -153,24 +148,17 @@ class TEPrecision(ConvertingPrecision):
             margin=margin,
             filter=None if filter == "all" else filter,
             evaluate=evaluate,
-            fp8_attention=fp8_attention,
         )
-        if filter == "auto" and fp8_attention:
-            raise ValueError(
-                "TEPrecision(filter='auto', fp8_attention=True) cannot be. Only products are timed."
-                " Use filter='all', or leave fp8_attention out."
-            )
         self.recipe: str | None = recipe
         self.number_format, self.margin = number_format, margin
         self.amax_history, self.amax_compute = amax_history or 1024, amax_compute or "max"
         self.norms = norms
         self.fuse: Fuse = fuse
         self.fusions = tuple(fusions)
-        self.evaluate, self.fp8_attention = evaluate, fp8_attention
+        self.evaluate = evaluate
         self.conversion: TEConversion | None
         self._made: Any = None  # Transformer Engine's recipe
         self._group: Any = None
-        self._attention: EngineAttention | None = None
         self._last_scales: dict[str, Any] = {}
         self._proven = False  # that something ran, in the first step
         self._begun = False  # whether all that is to be computed in float8 has scales
@@ -178,13 +166,11 @@ class TEPrecision(ConvertingPrecision):
     @property
     @override
     def capabilities(self) -> PrecisionCapabilities:
-        excludes = "fp8_attention=True" if self.fp8_attention else None
-        if (recipe := self._row) is not None and not recipe.compiles:
-            excludes = f"recipe={recipe.name!r}"
+        recipe = self._row
         return replace(
             super().capabilities,
             breaks_graphs=True,  # its modules are no part of compiled code
-            excludes_compile=excludes,
+            excludes_compile=None if recipe is None or recipe.compiles else f"recipe={recipe.name!r}",
             recomputes_itself=self.recipe is not None,
             checkpoint=None if self._made is None else checkpoint_by(self._made),
         )
@@ -214,12 +200,8 @@ class TEPrecision(ConvertingPrecision):
             amax_compute=self.amax_compute,
             margin=self.margin,
             reduce_amax=self._group is not None,
-            attention=self.fp8_attention,
         )
         self.refuse_autocast(module)
-        if self.fp8_attention:
-            attention = engine_attention(find_blocks(module), recipe, self._made)
-            self._attention = self._undo.enter_context(attention)
 
     @property
     def _row(self) -> Recipe | None:
@@ -283,7 +265,7 @@ class TEPrecision(ConvertingPrecision):
 
     def _end(self, conversion: TEConversion) -> None:
         self._last_scales = conversion.scales() if self._keeps_scales else {}
-        self.conversion = self._attention = None
+        self.conversion = None
         conversion.undo()
 
     @override
@@ -308,7 +290,6 @@ class TEPrecision(ConvertingPrecision):
             not_te=dict(done.skipped),
             not_fused=dict(done.apart),
             recipe=self.recipe,
-            fp8_attention=self.fp8_attention,
             evaluates_in_float8=self.evaluate,
         )
 
@@ -316,11 +297,11 @@ class TEPrecision(ConvertingPrecision):
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
         assert self.conversion is not None
-        before = self.conversion.calls.total, self._attention.total if self._attention is not None else 0
+        before = self.conversion.calls.total
         with self._float8(), super().train_step_context():
             yield
         if not self._proven:
-            self._check_effect(*before)
+            self._check_effect(before)
             self._proven = True
 
     @override
@@ -342,19 +323,13 @@ class TEPrecision(ConvertingPrecision):
                 stack.enter_context(autocast(self._made, group=self._group))
             yield
 
-    def _check_effect(self, calls: int, attention: int) -> None:
+    def _check_effect(self, calls: int) -> None:
         assert self.conversion is not None
         converted = [*self.conversion.converted]  # if nothing is, that was said before
         if converted and self.conversion.calls.total == calls and not self.conversion.theirs:
             raise_or_warn(
                 f"TEPrecision computed nothing in a training step: none of {', '.join(converted[:3])} and the others"
                 " ran. Name modules that it calls: TEPrecision(include=[...]).",
-                self.on_no_effect,
-            )
-        if self._attention is not None and self._attention.total == attention:
-            raise_or_warn(
-                "TEPrecision(fp8_attention=True) met no attention in a training step. Let blocks that repeat call"
-                " torch.nn.functional.scaled_dot_product_attention, or use fp8_attention=False.",
                 self.on_no_effect,
             )
 
@@ -391,11 +366,6 @@ class TEPrecision(ConvertingPrecision):
         why = why_not_on(device.type) if recipe is None else recipe.why_not(device)
         if why is not None:
             raise RuntimeError(_incapable(self.recipe, device.type, why))
-        if self.fp8_attention and recipe is not None and (why := recipe.why_no_attention(device)) is not None:
-            raise RuntimeError(
-                f"TEPrecision(recipe={self.recipe!r}, fp8_attention=True) cannot train here: {why}."
-                " Its kernels are cuDNN's. Use a recipe that the device has it with, or fp8_attention=False."
-            )
 
     def _check_in_float32(self, module: nn.Module) -> None:
         precise = within(kept_in_float32(module, self.policy.in_float32).values())
@@ -406,13 +376,6 @@ class TEPrecision(ConvertingPrecision):
                 f"TEPrecision(in_float32={[*self.policy.in_float32]}) names {theirs[0]}, or what holds it."
                 " A module of Transformer Engine that the model has itself computes in float8 wherever it is called."
                 " Take it out of in_float32, or use a module of torch there."
-            )
-        inside = [name for name, m in find_blocks(module).items() if not precise.isdisjoint(m.modules())]
-        if self.fp8_attention and inside:
-            raise ValueError(
-                f"TEPrecision(fp8_attention=True, in_float32={[*self.policy.in_float32]}) cannot be: {inside[0]} holds,"
-                " or is, what in_float32 names, and its attention computes in float8."
-                " Use fp8_attention=False, or name parts outside of the blocks."
             )
 
 

@@ -28,7 +28,6 @@ def te(import_benchmark, monkeypatch):
     [
         "conversion",
         "compiled",
-        "attention",
         "speed delayed",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("recipes", "checkpoints", "recompute")),
     ],
@@ -43,7 +42,7 @@ def test_a_case_holds_at_a_tiny_size(te, monkeypatch, case):
 
 @pytest.mark.slow  # each trains several times, which takes a GPU about a minute
 @pytest.mark.gpu(capability=(9, 0))
-@pytest.mark.parametrize("case", ["conversion", "recipes", "checkpoints", "recompute", "compiled", "attention"])
+@pytest.mark.parametrize("case", ["conversion", "recipes", "checkpoints", "recompute", "compiled"])
 def test_a_case_holds_on_a_gpu(case, tmp_path):
     run_case(case, tmp_path)
 

@@ -70,12 +70,10 @@ def test_what_a_float8_recipe_does_not_have_is_refused(given, text):
         ({"recipe": "delayed", "amax_history": 0}, "amax_history=0", "Use 1 or more"),
         ({"amax_history": 16}, "recipe='current') is given with amax_history=16", "Use recipe='delayed', or leave"),
         ({"recipe": "block", "margin": 1}, "(recipe='block') is given with margin=1", "leave margin out"),
-        ({"recipe": "block", "fp8_attention": True}, "with fp8_attention=True", "'delayed' or recipe='current'"),
         *(
             ({"recipe": None, **given}, "(recipe=None) is given with", f"or leave {next(iter(given))} out")
-            for given in ({"number_format": "e4m3"}, {"fp8_attention": True}, {"evaluate": True}, {"filter": "auto"})
+            for given in ({"number_format": "e4m3"}, {"evaluate": True}, {"filter": "auto"})
         ),
-        ({"filter": "auto", "fp8_attention": True}, "filter='auto', fp8_attention=True", "Use filter='all'"),
     ],
     ids=str,
 )

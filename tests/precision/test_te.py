@@ -16,7 +16,6 @@ from lightning_ups.models.gpt import GPT
 from lightning_ups.order import Placement, Run, applied, refusals
 from lightning_ups.precision import BF16Precision, TEPrecision
 from lightning_ups.strategies import FSDP2Strategy
-from lightning_ups.transforms.te import Recipe
 from lightning_ups.transforms.te.fusions import Fusion
 from tests import fake_te
 from tests.config.test_requested_run import DEFAULTS
@@ -218,7 +217,6 @@ class TestWithCallbacks:
         ("options", "callbacks", "text"),
         [
             ({"recipe": "delayed"}, [Compile()], r"\(recipe='delayed'\) is given with Compile.*Use recipe='current'"),
-            ({"fp8_attention": True}, [Compile()], r"\(fp8_attention=True\) is given with Compile.*leave Compile out"),
             ({}, [Compile(fullgraph=True)], r"given with Compile\(fullgraph=True\).*Leave fullgraph out"),
             ({}, [Compile(), ActivationCheckpoint()], "given with ActivationCheckpoint and Compile.*Leave one of"),
         ],
@@ -242,41 +240,6 @@ class TestWithCallbacks:
         assert asked(TEPrecision(recipe="delayed"), ActivationCheckpoint()) == []
         assert asked(TEPrecision(recipe="delayed"), *both, training=False) == []
         assert len(asked(TEPrecision(recipe="current"), *both)) == 1
-
-
-class TestAttention:
-    @pytest.mark.parametrize("recipe", ["delayed", "current"])
-    def test_it_trains_in_float8(self, tmp_path, recipe):
-        found = fit(tmp_path, TEPrecision(recipe=recipe, fp8_attention=True))
-        without = fit(tmp_path, TEPrecision(recipe=recipe))
-        near(found.losses, without.losses, rel=5e-2)
-        assert found.losses != without.losses
-
-    def test_recomputed(self, tmp_path):
-        options = {"callbacks": [ActivationCheckpoint(save="nothing")]}
-        found = fit(tmp_path, TEPrecision(fp8_attention=True), **options)
-        near(found.losses, fit(tmp_path, TEPrecision(fp8_attention=True)).losses, rel=1e-6)
-
-    def test_a_recipe_without_kernels_is_refused_before_anything_is_converted(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(Recipe, "why_no_attention", lambda recipe, device: f"not with {recipe.name}")
-        model = Net()
-        with pytest.raises(
-            RuntimeError, match=r"fp8_attention=True\) cannot train here: not with current\..*=False\.$"
-        ):
-            fit(tmp_path, TEPrecision(fp8_attention=True), model=model)
-        assert type(model.model.layers[0].ffn) is type(Net().model.layers[0].ffn)
-        fit(tmp_path, TEPrecision(), epochs=1)
-
-    def test_none_is_an_error(self, tmp_path):
-        class Without(Net):
-            def loss(self, batch):
-                x = self.model.embedding(batch[:, :-1])
-                for layer in self.model.layers:
-                    x = x + layer.ffn(layer.ffn_norm(x))
-                return self.model.head(x).square().mean()
-
-        with pytest.raises(RuntimeError, match=r"met no attention.*fp8_attention=False"):
-            fit(tmp_path, TEPrecision(fp8_attention=True), model=Without())
 
 
 class Precise(Net):
@@ -320,11 +283,6 @@ class TestInFloat32:
         message = r"names model\.layers\.1\.ffn\.down, or what holds it.*a module of torch there\.$"
         with pytest.raises(ValueError, match=message):
             fit(tmp_path, TEPrecision(in_float32=PRECISE), model=model)
-
-    def test_float8_attention_in_a_block_that_has_some_is_refused(self, tmp_path):
-        with pytest.raises(ValueError, match=r"cannot be: model\.layers\.0 holds.*parts outside of the blocks\.$"):
-            fit(tmp_path, TEPrecision(fp8_attention=True, in_float32=PRECISE))
-        fit(tmp_path, TEPrecision(fp8_attention=True, in_float32=["model.head"]), epochs=1)
 
 
 def test_from_yaml():

@@ -250,7 +250,6 @@ EXCEPTIONS = {
     "as_compiled": "of a twin on fake tensors, which is thrown away",
     "computed_by": "is `replaced_forward` for modules of Transformer Engine, and a part of `convert_to_te`",
     "cut_for_one_device": "of a twin on fake tensors, which is thrown away",
-    "engine_attention": "is `replaced_forward` with kernels of Transformer Engine, which run on a GPU alone",
     "explaining_torch_func": "changes nothing but the words of an error",
     "gather_with_blocks": "moves hooks of FSDP in a module that stays sharded, and back: `test_gathered_together`",
     "keep_gathered": "sets when FSDP frees what it gathered, of a module that stays sharded",

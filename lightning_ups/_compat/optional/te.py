@@ -5,7 +5,7 @@ Written against release 2.20.2.
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -20,9 +20,7 @@ from lightning_ups._compat.optional.packages import has, require
 from lightning_ups._compat.torch.tensors.autograd import checkpoint_options, outside_modes
 
 __all__ = [
-    "attention_for",
     "autocast",
-    "begin_attention_scales",
     "begin_scales",
     "checkpoint_by",
     "engine",
@@ -46,7 +44,6 @@ _SIDES = ("scaling_fwd", "scaling_bwd")
 # gradients, and weights of wide layers, to zero. Weights are rarely above 7 and gradients below 0.8, and clipping in
 # the first step is corrected in the second.
 _BEGIN = (1.0, 64.0, 1.0)  # the input, the weight, the output
-_BEGIN_ATTENTION = (1.0,) * 8 + (256.0,)  # the last are attention weights, which are at most 1
 _BEGIN_GRADIENTS = 65536.0
 
 
@@ -100,11 +97,9 @@ def _check_cudnn() -> None:
         )
 
 
-def make_recipe(engine_class: str, *, number_format: str | None, attention: bool, **options: Any) -> Any:
+def make_recipe(engine_class: str, *, number_format: str | None, **options: Any) -> Any:
     """Return Transformer Engine's recipe of this class."""
     recipes = _required("transformer_engine.common.recipe")
-    if attention:
-        options["fp8_dpa"] = True
     if number_format is not None:
         options["fp8_format"] = getattr(recipes.Format, number_format.upper())
     return getattr(recipes, engine_class)(**options)
@@ -212,28 +207,12 @@ def set_scales(module: nn.Module, state: Mapping[str, Tensor], *, recipe: Any, n
 
 def begin_scales(module: nn.Module, *, recipe: Any, num_products: int) -> None:
     """Initialize missing scales of delayed scaling in ``module`` so that no gradients are lost."""
-    _begin(module, _BEGIN * num_products, recipe=recipe, num_products=num_products)
-
-
-def begin_attention_scales(module: nn.Module, *, recipe: Any) -> None:
-    """Initialize missing scales in a ``te.DotProductAttention``."""
-    _begin(module, _BEGIN_ATTENTION, recipe=recipe, num_products=len(_BEGIN_ATTENTION) // 3)
-
-
-def _begin(module: nn.Module, forward: Sequence[float], *, recipe: Any, num_products: int) -> None:
     if scales(module):
         return
     set_scales(module, {}, recipe=recipe, num_products=num_products)
     meta: Any = module.fp8_meta
-    meta["scaling_fwd"].scale.copy_(torch.tensor(forward))
+    meta["scaling_fwd"].scale.copy_(torch.tensor(_BEGIN * num_products))
     meta["scaling_bwd"].scale.fill_(_BEGIN_GRADIENTS)
-
-
-def attention_for(heads: int, width: int, *, groups: int, scale: float | None) -> Any:
-    """Return a causal ``te.DotProductAttention`` over tensors [batch, seq, heads, width]."""
-    return engine().DotProductAttention(
-        heads, width, num_gqa_groups=groups, qkv_format="bshd", attn_mask_type="causal", softmax_scale=scale
-    )
 
 
 def forget_scales() -> None:

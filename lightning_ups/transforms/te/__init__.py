@@ -1,6 +1,5 @@
 """Layers of Transformer Engine."""
 
-from lightning_ups.transforms.te.attention import EngineAttention, engine_attention
 from lightning_ups.transforms.te.convert import Fuse, TEConversion, convert_to_te
 from lightning_ups.transforms.te.forward import is_computed
 from lightning_ups.transforms.te.fusions import Fusion
@@ -10,13 +9,11 @@ from lightning_ups.transforms.te.recipes import RECIPES, Recipe
 __all__ = [
     "RECIPES",
     "Borrower",
-    "EngineAttention",
     "Fuse",
     "Fusion",
     "Recipe",
     "TEConversion",
     "convert_to_te",
-    "engine_attention",
     "is_computed",
     "lay_together",
     "linear_for",

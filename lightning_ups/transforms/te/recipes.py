@@ -26,7 +26,6 @@ class Recipe:
         multiple: Both dimensions of a weight must be multiples of this number.
         keeps_scales: Whether scales persist across steps: checkpoints contain them, and a module may run once per step.
         compiles: Whether it works with ``Compile``.
-        attention: The minimum compute capability for float8 attention. None: it has none.
         options: The arguments of `TEPrecision` that only this recipe takes.
     """
 
@@ -40,13 +39,10 @@ class Recipe:
     multiple: int = 16
     keeps_scales: bool = False
     compiles: bool = True
-    attention: tuple[int, int] | None = (10, 0)
     options: tuple[str, ...] = ()
 
     def takes(self, option: str) -> bool:
         """Return whether this argument of `TEPrecision` means something with the recipe."""
-        if option == "fp8_attention":
-            return self.attention is not None
         return option in self.options or not any(option in each.options for each in RECIPES.values())
 
     def make(
@@ -57,7 +53,6 @@ class Recipe:
         amax_compute: str = "max",
         margin: int = 0,
         reduce_amax: bool = False,
-        attention: bool = False,
     ) -> Any:
         """Return Transformer Engine's object for this recipe; options that the recipe lacks are ignored."""
         given = {"amax_history": amax_history, "amax_compute": amax_compute, "margin": margin}
@@ -65,32 +60,11 @@ class Recipe:
         options: dict[str, Any] = {engine_names.get(name, name): given[name] for name in self.options}
         if self.keeps_scales:
             options["reduce_amax"] = reduce_amax
-        return make_recipe(self.engine_class, number_format=number_format, attention=attention, **options)
+        return make_recipe(self.engine_class, number_format=number_format, **options)
 
     def why_not(self, device: torch.device) -> str | None:
         """Return why it does not run on ``device``, or None."""
         return why_not(self.check, device)
-
-    def why_no_attention(self, device: torch.device, *, width: int | None = None) -> str | None:
-        """Return why attention cannot train with it on ``device``, with heads of this width, or None.
-
-        Transformer Engine does not say why it has no kernel. Its kernels are cuDNN's: FlashAttention 3 has float8 for
-        inference only.
-        """
-        if device.type != "cuda":
-            return None
-        capability = torch.cuda.get_device_capability(device)
-        here = f"a GPU of capability {'.'.join(map(str, capability))}"
-        if capability < (9, 0) or capability == (12, 0):
-            return f"{here} has no float8 attention"
-        if self.attention is None or capability < self.attention:
-            others = [each.name for each in RECIPES.values() if each.attention and each.attention <= capability]
-            return f"{here} has it with recipe={' or '.join(map(repr, others))} alone"
-        if width is None:
-            return None
-        if capability < (10, 0):
-            return None if width == 128 else f"{here} has it for heads of 128, and these are of {width}"
-        return None if width % 16 == 0 and width <= 128 else f"heads of {width} are no multiple of 16 up to 128"
 
 
 _ROWS = (
@@ -102,7 +76,6 @@ _ROWS = (
         hybrid=True,
         keeps_scales=True,
         compiles=False,
-        attention=(9, 0),
         options=("amax_history", "amax_compute", "margin"),
     ),
     Recipe(
@@ -119,7 +92,6 @@ _ROWS = (
         needs="capability 9.0, CUDA 12.9",
         check="is_fp8_block_scaling_available",
         rounding="block",
-        attention=None,
     ),
     Recipe(
         name="mxfp8",
