@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -22,13 +22,20 @@ from lightning_ups.insight.advise import (
     timer_on,
 )
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Weights
-from lightning_ups.order.arguments import OnNoEffect, check_on_no_effect
-from lightning_ups.precision.arguments import Filter, check_head, check_timed
+from lightning_ups.order.arguments import (
+    OnNoEffect,
+    check_choice,
+    check_least,
+    check_on_no_effect,
+    check_path,
+    check_some,
+)
 from lightning_ups.transforms.blocks import as_patterns
-from lightning_ups.transforms.casting import refused_autocast
 from lightning_ups.transforms.fsdp import is_sharded
 
-__all__ = ["ConvertingPrecision"]
+__all__ = ["ConvertingPrecision", "Filter", "check_head"]
+
+Filter = Literal["all", "auto"]
 
 
 class ConvertingPrecision(PolicyPrecision):
@@ -51,13 +58,18 @@ class ConvertingPrecision(PolicyPrecision):
         on_no_effect: OnNoEffect,
     ) -> None:
         super().__init__(DtypePolicy.bf16_mixed(in_float32=in_float32), name="bf16-mixed", weights=weights)
-        check_head(type(self).__name__, head=head, include=include)
-        check_timed(type(self).__name__, filter=filter, tokens=tokens, table=table)
+        name = type(self).__name__
+        check_head(name, head=head, include=include)
+        check_choice("filter", filter, get_args(Filter), of=name, why="It says which layers are converted.")
+        check_path("table", table, of=name, why="It is a file of times.")
+        check_least("tokens", tokens, 1, of=name, why="It is a number of rows.", optional=True)
+        if filter != "auto" and (tokens is not None or table is not None):
+            raise ValueError(f"{name} reads tokens and table with filter='auto' alone. Set it, or leave them out.")
         self.include = None if include is None else as_patterns(include)
         self.exclude, self.head = as_patterns(exclude), head
         self.filter: Filter = filter
         self.tokens, self.table = tokens, table
-        self.on_no_effect: OnNoEffect = check_on_no_effect(on_no_effect, of=type(self).__name__)
+        self.on_no_effect: OnNoEffect = check_on_no_effect(on_no_effect, of=name)
         self.timer: Timer | None = None  # None: on the device
         self.advice: Advice | None = None
         self.conversion: Any = None
@@ -98,12 +110,6 @@ class ConvertingPrecision(PolicyPrecision):
             if self.advice is not None:
                 report.note("Precision", f"by times of these products: {self.advice.verdict()}", filter=self.filter)
 
-    def refuse_autocast(self, module: nn.Module) -> None:
-        """Refuse an autocast of the user's until `teardown`, unless the precision uses one itself."""
-        if self._sharded or self.weights == "masters":
-            name = type(self).__name__
-            self._undo.enter_context(refused_autocast(module, by=name, choice=not self._sharded))
-
     def layers_that_run(self, module: LightningModule, linears: Mapping[str, nn.Linear]) -> list[Layer]:
         """Return which of ``linears`` a training step runs, and with how many rows."""
         if self.tokens is not None:
@@ -120,3 +126,13 @@ class ConvertingPrecision(PolicyPrecision):
         table = obtain_table(products_of(layers), [recipe], device=device, path=self.table, timer=timer)
         self.advice = Advice(recipe=recipe, layers=layers, table=table)
         return self.advice
+
+
+def check_head(of: str, *, head: bool, include: Sequence[str] | None) -> None:
+    """Raise ValueError for ``head`` beside ``include``, which names what is converted wherever it is."""
+    check_some("include", include, of=of, why="It would convert nothing, since it names what is converted.")
+    if head and include is not None:
+        raise ValueError(
+            f"{of}(include={[*include]!r}, head=True) says twice what is converted: include names all of it."
+            " Add the names outside the blocks to include, or leave one of the two out."
+        )

@@ -19,8 +19,7 @@ from lightning_ups.insight.advise import decide_on_rank0
 from lightning_ups.kernels.float8_casts import HAS_KERNELS
 from lightning_ups.order import PrecisionCapabilities, Report, Run, Stage, Weights
 from lightning_ups.order.arguments import OnNoEffect, raise_or_warn
-from lightning_ups.precision.arguments import Filter
-from lightning_ups.precision.converting import ConvertingPrecision
+from lightning_ups.precision.converting import ConvertingPrecision, Filter
 from lightning_ups.transforms.casting import kept_in_float32, within
 from lightning_ups.transforms.float8 import (
     RECIPES,
@@ -198,7 +197,6 @@ class Float8Precision(ConvertingPrecision):
         self._hold_in_fit(module)
 
     def _hold_in_fit(self, module: nn.Module) -> None:
-        self.refuse_autocast(module)
         by_kernels = HAS_KERNELS and not self.emulate and self._tensor_size == 1
         self._undo.enter_context(compiler_settings(self.recipe, by_kernels=by_kernels))
 

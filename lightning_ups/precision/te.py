@@ -26,8 +26,7 @@ from lightning_ups._compat.optional.te import (
 from lightning_ups.insight.advise import decide_on_rank0, engine_layers, engine_name, modules_of, read_first
 from lightning_ups.order import PrecisionCapabilities, Report, Run, Weights
 from lightning_ups.order.arguments import OnNoEffect, check_choice, check_kind, check_least, raise_or_warn
-from lightning_ups.precision.arguments import Filter
-from lightning_ups.precision.converting import ConvertingPrecision
+from lightning_ups.precision.converting import ConvertingPrecision, Filter
 from lightning_ups.transforms.casting import kept_in_float32, within
 from lightning_ups.transforms.fsdp import is_sharded
 from lightning_ups.transforms.on_module import OnModule
@@ -201,7 +200,6 @@ class TEPrecision(ConvertingPrecision):
             margin=self.margin,
             reduce_amax=self._group is not None,
         )
-        self.refuse_autocast(module)
 
     @property
     def _row(self) -> Recipe | None:

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -162,3 +164,18 @@ def test_products_that_nothing_compiles_are_warned_of():
     _warn_of_eager(run_of(model, DEFAULTS | {"accelerator": "cpu"}, ()))
     with pytest.warns(UserWarning, match=r"nothing compiles.*Add Compile\(\) to the callbacks"):
         _warn_of_eager(run())
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"recipe": "rowise"}, "recipe 'rowise' is unknown. Use one of ('tensorwise', "),
+        ({"number_format": "e5m2"}, "format 'e5m2' is unknown. Use one of ('e4m3', 'hybrid')"),
+        ({"recipe": "rowwise", "all_gather": True}, "'rowwise' is given with all_gather=True"),
+        ({"recipe": "rowwise", "number_format": "hybrid"}, "'rowwise' is given with number_format='hybrid'"),
+    ],
+    ids=str,
+)
+def test_what_a_float8_recipe_does_not_have_is_refused(given, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        Float8Precision(**given)

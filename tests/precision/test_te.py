@@ -1,5 +1,6 @@
 import contextlib
 import os
+import re
 from functools import partial
 from unittest.mock import patch
 
@@ -304,6 +305,28 @@ def test_from_yaml():
     assert (made.recipe, made.amax_history, made.amax_compute, made.number_format) == ("delayed", 16, "max", "e4m3")
     assert made.fusions[0].norm == "layers.*.norm"
     assert [*made.fusions[0].linears] == ["layers.*.q", "layers.*.k"]
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "cure"),
+    [
+        ({"recipe": "delay"}, "recipe='delay'", "Use one of ('delayed', 'current', 'block', 'mxfp8', None)"),
+        ({"number_format": "e5m2"}, "number_format='e5m2'", "'hybrid', 'e4m3'"),
+        ({"recipe": "delayed", "amax_compute": "mean"}, "amax_compute='mean'", "'most_recent'"),
+        ({"fuse": "some"}, "fuse='some'", "'auto', 'all', 'none'"),
+        ({"recipe": "delayed", "amax_history": 0}, "amax_history=0", "Use 1 or more"),
+        ({"amax_history": 16}, "recipe='current') is given with amax_history=16", "Use recipe='delayed', or leave"),
+        ({"recipe": "block", "margin": 1}, "(recipe='block') is given with margin=1", "leave margin out"),
+        *(
+            ({"recipe": None, **given}, "(recipe=None) is given with", f"or leave {next(iter(given))} out")
+            for given in ({"number_format": "e4m3"}, {"evaluate": True}, {"filter": "auto"})
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_recipe_of_transformer_engine_does_not_take_is_refused(given, first, cure):
+    with pytest.raises(ValueError, match=rf"{re.escape(first)}.*{re.escape(cure)}"):
+        TEPrecision(**given)
 
 
 class TestErrors:

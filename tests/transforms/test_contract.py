@@ -261,7 +261,6 @@ EXCEPTIONS = {
     "original_forwards": "takes off for a while what `replaced_forward` has put in place: `order/test_untrained`",
     "parallelize": "splits a module for good: sharding has no undo and no deepcopy",
     "parametrise": "shards a module for good: sharding has no undo and no deepcopy",
-    "refused_autocast": "changes nothing: it refuses to run",
     "remember": "keeps a note of what was done, which a copy does not have",
     "restore": "fills an optimizer's state from a checkpoint, for good",
     "rounded_linears": "is `replaced_forward` with numbers that shall differ: `verify` measures by how much",

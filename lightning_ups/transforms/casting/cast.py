@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 __all__ = ["cast_around", "cast_tensors", "changed_tensors", "is_wide", "telling_rounded_losses"]
 
@@ -39,11 +40,8 @@ def cast_around(
                 for handle in running.follow(outer):
                     undo.callback(handle.remove)
             before = _Cast(None if module in given_as_is else inputs, "inputs", around=around)
-            after = _Cast(outputs, "outputs", around=around)
-            before.handle = module.register_forward_pre_hook(before, with_kwargs=True)
-            undo.callback(before.handle.remove)
-            after.handle = module.register_forward_hook(after)
-            undo.callback(after.handle.remove)
+            undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(_Cast(outputs, "outputs", around=around)).remove)
         yield
 
 
@@ -72,28 +70,32 @@ class _Running:
         self.now = False
 
 
-class _Cast:
-    """A hook. Its copy does nothing, and removes itself from the copied module when it is first called."""
+class _Hook:
+    """A hook that does nothing in a copy of its module, from which nobody would remove it."""
 
+    @override
+    def __reduce__(self) -> Any:
+        return _in_a_copy, ()
+
+
+def _in_a_copy() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    """Take the place of a `_Hook` in a copy."""
+
+
+class _Cast(_Hook):
     def __init__(
         self, dtype: torch.dtype | None, what: Literal["inputs", "outputs"], *, around: Sequence[_Running] = ()
     ) -> None:
         self.dtype, self.what, self.around = dtype, what, around
-        self.handle: RemovableHandle | None = None
-        self.copied = False
 
     def __call__(self, module: nn.Module, args: Any, values: Any) -> Any:
-        if self.copied:
-            if not torch.compiler.is_compiling() and self.handle is not None:  # Dynamo cannot trace a handle
-                self.handle.remove()
-            return None
         if any(running.now for running in self.around):
             return None
         return cast_tensors(values if self.what == "outputs" else (args, values), self.dtype)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The copy of the handle belongs to the copied module's hooks.
-        return {**vars(self), "copied": True}
 
 
 def cast_tensors(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -162,8 +164,8 @@ def telling_rounded_losses(
         yield
 
 
-class _Look:
-    """A hook that acts once; its copy does not."""
+class _Look(_Hook):
+    """Acts once."""
 
     def __init__(self, dtype: torch.dtype, cure: str, tell: Callable[[str], Any]) -> None:
         self.dtype, self.cure, self.tell, self.done = dtype, cure, tell, False
@@ -176,13 +178,8 @@ class _Look:
         if isinstance(loss, Tensor) and loss.dtype is self.dtype and loss.dim() == 0:
             self.tell(
                 f"{type(module).__name__} computes its loss in {str(self.dtype).removeprefix('torch.')}, whose numbers"
-                " have eight bits."
-                " Its values have steps of about a hundredth, and its gradients are rounded more than others."
-                f" {self.cure}"
+                f" have eight bits, in steps of about a hundredth. {self.cure}"
             )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "done": True}
 
 
 def _loss_of(values: Any) -> Any:

@@ -1,12 +1,14 @@
-"""Finds parameters that only matrix products and convolutions use, which autocast casts in every forward."""
+"""Finds weights of matrix products: those that autocast casts in every forward, and those of no linear layer."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-__all__ = ["matmul_weights"]
+__all__ = ["matmul_weights", "name_other_layers"]
 
 _WEIGHT_AND_BIAS = ("weight", "bias")
 _CELL = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
@@ -71,3 +73,18 @@ def _multiplies_expert_by_expert(module: nn.Module) -> bool:
     # the dtype of its weight.
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     return implementation == "eager" and type(module).__name__.endswith("Experts")
+
+
+def name_other_layers(module: nn.Module) -> str:
+    """Return a sentence that lists the classes with most weight matrices that are not linear, or an empty string."""
+    weights, layers = Counter[str](), Counter[str]()
+    for m in module.modules():
+        if isinstance(m, (nn.Linear, nn.Embedding, nn.EmbeddingBag)):
+            continue
+        own = [p for name, p in m._parameters.items() if p is not None and "weight" in name and not is_lazy(p)]
+        if count := sum(p.numel() for p in own if p.dim() == 2):
+            name = f"{type(m).__module__}.{type(m).__qualname__}"
+            weights[name] += count
+            layers[name] += 1
+    most = [f"{name} ({layers[name]} of them, {count:,} weights)" for name, count in weights.most_common(3)]
+    return f" Layers that are no nn.Linear are not converted: {', '.join(most)}." if most else ""

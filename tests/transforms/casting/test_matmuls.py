@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ups.transforms.casting.matmuls import matmul_weights
+from lightning_ups.transforms.casting.matmuls import matmul_weights, name_other_layers
 from tests.half_lstm import skip_without
 
 
@@ -161,3 +161,20 @@ def test_experts_count_where_they_are_multiplied_one_by_one():
     eager, grouped = (tiny("mixtral", experts_implementation=how) for how in ("eager", "grouped_mm"))
     routed = "model.layers.0.mlp.experts"
     assert found(eager) - found(grouped) == {f"{routed}.gate_up_proj", f"{routed}.down_proj"}
+
+
+class Transposed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 32))
+
+
+def test_other_layers_are_named_by_how_much_they_hold():
+    layers = (nn.LSTMCell(2, 2), Transposed(), Transposed(), nn.Bilinear(2, 2, 2), nn.RNNCell(4, 4), nn.GRUCell(1, 1))
+    assert name_other_layers(nn.Sequential(*layers)) == (
+        " Layers that are no nn.Linear are not converted:"
+        f" {__name__}.Transposed (2 of them, 1,024 weights), torch.nn.modules.rnn.LSTMCell (1 of them, 32 weights),"
+        " torch.nn.modules.rnn.RNNCell (1 of them, 32 weights)."
+    )
+    layers = (nn.Linear(4, 4), nn.Embedding(4, 4), nn.EmbeddingBag(4, 4), nn.Conv1d(4, 4, 1), nn.LayerNorm(4))
+    assert name_other_layers(nn.Sequential(*layers, nn.LazyLinear(4), nn.LazyConv1d(4, 1))) == ""
