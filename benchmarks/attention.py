@@ -56,11 +56,8 @@ from processes import finished, portable, told_to_end
 from lightning_ups._compat.torch.tensors.attention import missing_package
 from lightning_ups.kernels.attention import Documents, attention, reference_attention
 from lightning_ups.kernels.attention import auto as selection
-from lightning_ups.kernels.attention.expected import Expected
-from lightning_ups.kernels.attention.kind import Kind, kind_of
-from lightning_ups.kernels.attention.regions import Regions
-from lightning_ups.kernels.attention.support import BACKENDS, KernelName, refusal
-from lightning_ups.kernels.attention.table import Row, Table, parse_table
+from lightning_ups.kernels.attention.estimates import Expected, Regions, Row, Table, parse_table
+from lightning_ups.kernels.attention.support import BACKENDS, KernelName, Kind, kind_of, refusal
 
 CHECKED: dict[str, tuple[KernelName, ...]] = {
     "correct-torch": ("math", "efficient", "flash", "cudnn", "fa3"),

@@ -9,7 +9,6 @@ ROOT = Path(lightning_ups.__file__).parent
 
 # A result that is found once; a run cannot tell whether it or an earlier one found it.
 CACHES = {
-    "kernels/attention/api.py:_checked": "what a kernel can do",
     "kernels/attention/routing.py:_AS_TORCH": "calls for which torch chooses the same kernel",
     "transforms/recompute/kept.py:CALLED_TRACED": "operators of code that Dynamo traced, which equal blocks share",
     "transforms/recompute/kept.py:TRACED": "code that Dynamo traced, which equal blocks and later fits share",
@@ -31,7 +30,7 @@ OF_THE_PROCESS = {
     "insight/memory/cuda.py:_STACKS": "functions of torch that a dry run replaces",
     "insight/verify/recording.py:_OPEN": "an operator in a compiled graph can only be given names",
     "kernels/attention/auto.py:_DECIDED": "what was chosen in the process, for a report at its end",
-    "kernels/attention/backends/sdpa.py:_TURN": "a lock around switches of torch",
+    "kernels/attention/sdpa.py:_TURN": "a lock around switches of torch",
     "kernels/attention/routing.py:_ALLOWED": "torch's switches when its function was replaced",
     "kernels/attention/routing.py:_CALLED": "whether a replaced function of torch was called",
     "transforms/compile/replay.py:_KEPT": "memory of runs that have ended, for as long as somebody uses it",

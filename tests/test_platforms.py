@@ -28,7 +28,7 @@ from lightning_ups.commands.machine.packages import KNOWN, Machine, Package
 from lightning_ups.config import presets
 from lightning_ups.config.command_line import preset_of_device, read_command_line
 from lightning_ups.kernels.attention import support
-from lightning_ups.kernels.attention.kind import Kind
+from lightning_ups.kernels.attention.support import Kind
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.transforms import flags
 from tests.toys import Net, loader, trainer

@@ -29,9 +29,8 @@ from lightning_ups._compat.torch.flags import (
     write_tf32,
 )
 from lightning_ups.kernels.attention import routed_attention
-from lightning_ups.kernels.attention.kind import Kind
 from lightning_ups.kernels.attention.routing import has_routed
-from lightning_ups.kernels.attention.support import refusal
+from lightning_ups.kernels.attention.support import Kind, refusal
 
 __all__ = [
     "AttentionBackend",

@@ -17,8 +17,7 @@ from typing_extensions import override
 from lightning_ups._compat.torch.fake_tensors import RecomputeCounter, has_no_data, run_backward
 from lightning_ups._compat.torch.tensors.attention import attention_operators
 from lightning_ups.insight.dry_run import DryRun, NotCopiedError, call_training_step, loss_in, plain_run
-from lightning_ups.kernels.attention.operator import attention_forward
-from lightning_ups.kernels.attention.request import attended_pairs
+from lightning_ups.kernels.attention.operator import attended_pairs, attention_forward
 
 __all__ = ["FlopCount", "StepFlops", "count_flops", "step_flops"]
 

@@ -2,8 +2,8 @@
 
 from lightning_ups.kernels.attention.api import attention
 from lightning_ups.kernels.attention.auto import decisions, recorded_decisions
-from lightning_ups.kernels.attention.backends.reference import reference_attention
-from lightning_ups.kernels.attention.documents import Documents
+from lightning_ups.kernels.attention.masks import Documents
+from lightning_ups.kernels.attention.reference import reference_attention
 from lightning_ups.kernels.attention.routing import routed_attention
 from lightning_ups.kernels.attention.support import Backend
 

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from lightning_ups.kernels.attention.auto import choose
-from lightning_ups.kernels.attention.backends.flex import flex
-from lightning_ups.kernels.attention.backends.reference import reference_attention
-from lightning_ups.kernels.attention.backends.sdpa import TORCH_BACKENDS, TorchBackend, torch_attention
-from lightning_ups.kernels.attention.documents import Documents
-from lightning_ups.kernels.attention.kind import Kind, constant, kind_of
+from lightning_ups.kernels.attention.flex import flex
+from lightning_ups.kernels.attention.masks import Documents
 from lightning_ups.kernels.attention.operator import attention_forward
-from lightning_ups.kernels.attention.support import BACKENDS, Backend, KernelName, check
+from lightning_ups.kernels.attention.reference import reference_attention
+from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, TorchBackend, torch_attention
+from lightning_ups.kernels.attention.support import Backend, KernelName, Kind, check, constant, kind_of
 
 __all__ = ["attention", "checked", "dense", "in_autocast_dtype"]
 
@@ -52,7 +51,7 @@ def attention(
 
     Raises:
         ValueError: If shapes do not match, or the backend does not support the call.
-        TypeError: If documents are bare ids, scale or softcap is a tensor, or the tensors differ in dtype or device.
+        TypeError: If scale or softcap is a tensor, or the tensors differ in dtype or device.
         ModuleNotFoundError: If the backend's package is missing.
         ImportError: If the backend's package cannot be loaded.
 
@@ -98,13 +97,8 @@ def attention(
 @torch.compiler.assume_constant_result
 def checked(backend: KernelName, kind: tuple[Any, ...]) -> KernelName:
     """Return ``backend``, checked to support ``kind``, a `Kind`; a constant in compiled functions."""
-    if backend not in BACKENDS or (backend, kind) not in _checked:  # a list of backends has no hash
-        check(backend, Kind(*kind))
-        _checked.add((backend, kind))
+    check(backend, Kind(*kind))
     return backend
-
-
-_checked: set[tuple[str, tuple[Any, ...]]] = set()
 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -131,77 +125,41 @@ def _validate(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, documents: Documents | None
 ) -> None:
     def shapes() -> str:
-        return f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
+        return f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)}"
 
-    if not (q.dim() == k.dim() == v.dim() == 4) or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
+    fit = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0]
+    if not fit or not k.shape[2] or not q.shape[3] or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"Attention was called with {shapes()}."
-            " Each is [batch, seq, heads, dim]; keys and values have the same batch, seq and heads."
-            " Use transpose(1, 2) on tensors that are [batch, heads, seq, dim]."
+            f"Attention does not take {shapes()}. They are [batch, seq, heads, dim], with query heads a multiple of key"
+            " heads. Use transpose(1, 2) on tensors that are [batch, heads, seq, dim]."
         )
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device) or not q.is_floating_point():
-        told = ", ".join(
-            f"{name} of {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-            for name, tensor in (("queries", q), ("keys", k), ("values", v))
-        )
+        told = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (q, k, v))
         raise TypeError(
-            f"Attention was called with {told}."
-            " Kernels read all three on one device and in one type with a fraction; a norm of queries and keys that"
-            " computes in float32 may return another than its input's."
-            " Cast and move them first, such as by q.type_as(v)."
-        )
-    if not k.shape[2] or not q.shape[3] or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"Attention was called with {shapes()}, [batch, seq, heads, dim]."
-            " Query heads share heads of keys in equal groups, and both are equally wide."
-            " Make the number of query heads a multiple of that of keys, or transpose(1, 2) tensors that have"
-            " heads before seq."
+            f"Attention does not take queries, keys and values that are {told}."
+            " Cast and move them to one floating-point dtype and device first, such as by q.type_as(v)."
         )
     if (causal or window is not None or documents is not None) and q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"Causal attention, or one with a window or documents, was asked for with {shapes()}."
-            " Positions of queries and keys are compared, so both must start at the same one, and be equally many."
-            " Use causal=False for attention to another sequence."
+            f"Causal attention, or one with a window or documents, does not take {shapes()}: it needs as many queries"
+            " as keys. Use causal=False for attention to another sequence."
         )
     if window is not None and window < 1:
+        raise ValueError(f"window={window} leaves no key to see. Use a window of 1 or more, or None.")
+    if documents is not None and (documents.ids.shape != q.shape[:2] or documents.ids.device != q.device):
         raise ValueError(
-            f"window={window} leaves no key to see."
-            " It is the number of keys that a causal query sees, its own among them."
-            " Use a window of 1 or more, or None."
-        )
-    if documents is None:
-        return
-    if not isinstance(documents, Documents):
-        raise TypeError(
-            f"documents is a {type(documents).__name__}."
-            " Kernels want documents in several forms, which are computed once for a batch, not once in each layer."
-            " Use Documents.from_ids(ids) or Documents.from_cu_seqlens(cu_seqlens, batch=..., seq=...)."
-        )
-    if documents.ids.shape != q.shape[:2] or documents.ids.device != q.device:
-        raise ValueError(
-            f"documents of shape {tuple(documents.ids.shape)} on {documents.ids.device} were given with queries"
-            f" {tuple(q.shape)} on {q.device}."
-            " There is one document id for each token, on the same device."
-            " Cut and move documents as the tokens are cut and moved."
+            f"documents of shape {tuple(documents.ids.shape)} on {documents.ids.device} do not fit queries"
+            f" {tuple(q.shape)} on {q.device}. Cut and move documents as the tokens are cut and moved."
         )
 
 
 def _validate_numbers(*, softcap: float | None, scale: float | None) -> None:
     if isinstance(scale, Tensor) or isinstance(softcap, Tensor):
         raise TypeError(
-            f"{'scale' if isinstance(scale, Tensor) else 'softcap'} is a tensor."
-            " Kernels take a number, and give no gradient of it."
+            f"{'scale' if isinstance(scale, Tensor) else 'softcap'} is a tensor, of which kernels give no gradient."
             " Multiply the queries by a scale that is learned, or use item() of one that is not."
         )
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(
-            f"scale={scale} is not above 0, or not finite."
-            " Kernels find the largest score of a row before they scale it, and make it not a number."
-            " Use a scale above 0, or None for dim ** -0.5; a sign can be put into the queries."
-        )
+    if scale is not None and not 0 < scale < math.inf:  # kernels find the largest score of a row before they scale it
+        raise ValueError(f"scale={scale} is not above 0, or not finite. Use another, or None for dim ** -0.5.")
     if softcap is not None and not 0 <= softcap < math.inf:
-        raise ValueError(
-            f"softcap={softcap} is below 0, or not finite."
-            " Scores are bent to lie between -softcap and softcap."
-            " Use a softcap above 0, or None to leave them."
-        )
+        raise ValueError(f"softcap={softcap} is below 0, or not finite. Use a softcap above 0, or None for none.")

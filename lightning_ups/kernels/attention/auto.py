@@ -1,10 +1,9 @@
 """Chooses the backend for `auto`: the fastest in measurements of this hardware, otherwise by a fixed order.
 
-`benchmarks/attention.py` measures a device and writes ``measured/DEVICE.json``. A table applies to all devices of its
-compute capability, preferably to its own device. `expected.py` estimates the time of each backend for other shapes from
-its rows; the fastest backend that supports the call is chosen. Windows and documents count by visible pairs, and as
-rows of their length; documents as if they had equal lengths. The host's time to launch a call counts, except in CUDA
-graphs of `torch.compile`.
+A table of measurements applies to all devices of its compute capability, preferably to its own device. `estimates.py`
+estimates the time of each backend for other shapes; the fastest one that supports the call is chosen. Windows and
+documents count by visible pairs, and as rows of their length; documents as if they had equal lengths. The host's time
+to launch a call counts, except in CUDA graphs of `torch.compile`.
 
 Without a table, the first that supports the call is chosen. On CPU: flash, math, reference; on compute capability 9 and
 10: cudnn, fa4, flash, flex, efficient, math, reference; on other CUDA devices: flash, cudnn, efficient, flex, math,
@@ -21,13 +20,10 @@ import torch
 
 from lightning_ups._compat.thread_stack import ThreadStack
 from lightning_ups._compat.torch.compile.dynamo import traces_for_cuda_graphs
-from lightning_ups.kernels.attention.expected import Expected, Point
-from lightning_ups.kernels.attention.kind import Kind
-from lightning_ups.kernels.attention.regions import Range, Regions, find_regions
-from lightning_ups.kernels.attention.support import BACKENDS, KernelName, refusal
-from lightning_ups.kernels.attention.table import Table, tables
+from lightning_ups.kernels.attention.estimates import Expected, Point, Range, Regions, Table, find_regions, tables
+from lightning_ups.kernels.attention.support import BACKENDS, KernelName, Kind, refusal
 
-__all__ = ["Choice", "Extent", "choose", "decide", "decisions", "expected_of", "extent", "regions", "regions_of"]
+__all__ = ["Extent", "choose", "decisions", "expected_of", "extent", "recorded_decisions", "regions", "regions_of"]
 
 _logger = logging.getLogger(__name__)
 _RULE_HOPPER_ON: tuple[KernelName, ...] = ("cudnn", "fa4", "flash", "flex", "efficient", "math", "reference")
@@ -37,13 +33,6 @@ _RULE_ELSEWHERE: tuple[KernelName, ...] = ("math", "reference")
 
 
 _RULED = "first of the rule for hardware not measured that can do it"
-
-
-class Choice(NamedTuple):
-    """A backend, and the reason for it."""
-
-    backend: KernelName
-    why: str
 
 
 class Extent(NamedTuple):
@@ -192,19 +181,6 @@ def _decided(kind: Kind, backend: KernelName, *, replayed: bool) -> dict[str, An
     return {"backend": backend, "why": why, **kind._asdict(), "dtype": str(kind.dtype)}
 
 
-def decide(kind: Kind, *, length: float, pairs: float) -> Choice:
-    """Return the backend for an `Extent`, and the reason; `choose` is up to 3 % coarser.
-
-    Raises:
-        ValueError: If no backend supports it.
-    """
-    capable = _capable(kind)
-    if table := _measured(kind, capable):
-        times = _expected(trains=kind.trains).milliseconds(_point(kind, length, pairs), among=capable)
-        return Choice(min(times, key=times.__getitem__), f"fastest in the table of {table.device}, {table.date}")
-    return Choice(_first(kind, capable), _RULED)
-
-
 @cache
 def regions(kind: Kind, *, replayed: bool = False) -> Regions:
     """Return the choices for all lengths and numbers of pairs.
@@ -217,24 +193,23 @@ def regions(kind: Kind, *, replayed: bool = False) -> Regions:
         ValueError: If no backend supports it.
     """
     capable = _capable(kind)
-    if _measured(kind, capable):
-        return regions_of(_expected(trains=kind.trains, replayed=replayed), kind, among=capable)
+    if table := _measured(kind, capable):
+        return regions_of(expected_of(table, trains=kind.trains, replayed=replayed), kind, among=capable)
     return Regions(0, 0, (Range(0, (), (_first(kind, capable),)),))
 
 
 def expected_of(table: Table, *, trains: bool, replayed: bool = False) -> Expected:
     """Return the times expected from ``table``, without host time if CUDA graphs replay a call."""
-    host = table.host.get("training" if trains else "forward")
-    return Expected(table.rows, trains=trains, host=host, replayed=replayed)
+    host = None if replayed else table.host.get("training" if trains else "forward")
+    return Expected(table.rows, trains=trains, host=host)
 
 
 def regions_of(expected: Expected, kind: Kind, *, among: Sequence[KernelName]) -> Regions:
     """Return the choices among the backends ``among`` by ``expected`` times."""
-    return find_regions(lambda length: expected.line(_point(kind, length, length**2), among=among))
-
-
-def _point(kind: Kind, length: float, pairs: float) -> Point:
-    return Point(kind.head_dim, kind.heads / kind.kv_heads, kind.causal, length, pairs)
+    grouping = kind.heads / kind.kv_heads
+    return find_regions(
+        lambda length: expected.line(Point(kind.head_dim, grouping, kind.causal, length, length**2), among=among)
+    )
 
 
 def _capable(kind: Kind) -> list[KernelName]:
@@ -252,10 +227,7 @@ def _first(kind: Kind, capable: Sequence[KernelName]) -> KernelName:
         if backend in capable:
             return backend
     reasons = "; ".join(f"{backend}: {(refusal(backend, kind) or ('', ''))[0]}" for backend in BACKENDS)
-    raise ValueError(
-        f"No backend can do this attention. Each has its reason: {reasons}."
-        " Change what is asked, a mask or dropout first."
-    )
+    raise ValueError(f"No attention backend supports this call. {reasons}. Change the call, its mask or dropout first.")
 
 
 def _rule(device: str) -> tuple[KernelName, ...]:
@@ -272,9 +244,3 @@ def _table() -> Table | None:
     own = [table for table in tables() if table.device == name]
     kin = [table for table in tables() if table.capability == capability]
     return next(iter(own + kin), None)
-
-
-@cache
-def _expected(*, trains: bool, replayed: bool = False) -> Expected:
-    table = _table()
-    return expected_of(table, trains=trains, replayed=replayed) if table else Expected((), trains=trains)

@@ -7,7 +7,7 @@ inside ``torch.compile(fullgraph=True)``, on fake tensors, or on meta.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,16 @@ from torch.utils.flop_counter import register_flop_formula
 from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo
 from lightning_ups._compat.torch.tensors.custom_ops import define_operator, seen_by_nothing
 from lightning_ups._compat.torch.tensors.ops import register_costly_op
-from lightning_ups.kernels.attention.backends import eager, fa3, fa4
-from lightning_ups.kernels.attention.request import Request, attended_pairs
+from lightning_ups.kernels.attention import flash_attention
+from lightning_ups.kernels.attention.reference import Request, eager_backward, eager_forward
 
-__all__ = ["OperatorKernel", "attention_backward", "attention_forward"]
+__all__ = ["attended_pairs", "attention_backward", "attention_forward"]
 
-OperatorKernel = Literal["eager", "fa3", "fa4"]
+_KERNELS = {
+    "eager": (eager_forward, eager_backward),
+    "fa3": (flash_attention.fa3_forward, flash_attention.fa3_backward),
+    "fa4": (flash_attention.fa4_forward, flash_attention.fa4_backward),
+}
 
 
 def _forward(
@@ -44,7 +48,7 @@ def _forward(
     """
     request = Request(cu_seqlens, max_seqlen, causal, window, softcap, scale)
     with _as_is(q.device.type):
-        return _module(kernel).forward(q, k, v, request)
+        return _KERNELS[kernel][0](q, k, v, request)
 
 
 def _backward(
@@ -65,18 +69,7 @@ def _backward(
     """Return the gradients of queries, keys and values."""
     request = Request(cu_seqlens, max_seqlen, causal, window, softcap, scale)
     with _as_is(q.device.type):
-        return _module(kernel).backward(grad, q, k, v, out, lse, request)
-
-
-def _module(kernel: str) -> Any:
-    modules = {"eager": eager, "fa3": fa3, "fa4": fa4}
-    if kernel not in modules:
-        raise ValueError(
-            f"kernel={kernel!r} is not one behind the operator lightning_ups::attention_forward."
-            " It calls the packages that torch does not know."
-            f" Use one of {get_args(OperatorKernel)}."
-        )
-    return modules[kernel]
+        return _KERNELS[kernel][1](grad, q, k, v, out, lse, request)
 
 
 def _as_is(device: str) -> AbstractContextManager[Any]:
@@ -140,6 +133,33 @@ def _multiply_adds(q: Tensor, k: Tensor, request: tuple[Any, ...]) -> int:
     cu_seqlens, _, causal, window = request[:4]
     batch, seq, heads, _ = q.shape
     return heads * attended_pairs(seq, k.shape[1], causal=causal, window=window, cu_seqlens=cu_seqlens, batch=batch)
+
+
+def attended_pairs(
+    seq_q: int, seq_k: int, *, causal: bool, window: int = 0, cu_seqlens: Tensor | None = None, batch: int = 1
+) -> int:
+    """Return how many query-key pairs are multiplied in ``batch`` rows; a causal triangle is half a square.
+
+    Documents count by their true lengths if ``cu_seqlens`` has values, and as equally long ones if it is a fake or meta
+    tensor.
+    """
+    if cu_seqlens is None:
+        return batch * _row(seq_q, seq_k, causal=causal, window=window)
+    if type(cu_seqlens) is not Tensor or cu_seqlens.device.type == "meta":
+        documents = cu_seqlens.shape[0] - 1
+        mean = batch * seq_q // documents
+        return documents * _row(mean, mean, causal=causal, window=window)
+    lengths = torch.diff(cu_seqlens).tolist()
+    return sum(_row(length, length, causal=causal, window=window) for length in lengths)
+
+
+def _row(seq_q: int, seq_k: int, *, causal: bool, window: int) -> int:
+    reach = min(window, seq_k) if window else seq_k
+    if causal:
+        return seq_q * reach - reach * reach // 2 if seq_q == seq_k else seq_q * seq_k // 2
+    if not window:
+        return seq_q * seq_k
+    return 2 * seq_q * reach - reach * reach
 
 
 def _shardings(num_inputs: int) -> Callable[..., Any]:

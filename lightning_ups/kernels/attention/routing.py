@@ -15,14 +15,13 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend
 
 from lightning_ups._compat.torch.tensors.attention import scaled_dot_product_attention, torch_choice
-from lightning_ups.kernels.attention.api import checked, dense, in_autocast_dtype
+from lightning_ups.kernels.attention.api import dense, in_autocast_dtype
 from lightning_ups.kernels.attention.auto import choose
-from lightning_ups.kernels.attention.backends.flex import flex
-from lightning_ups.kernels.attention.backends.reference import reference_attention
-from lightning_ups.kernels.attention.backends.sdpa import TORCH_BACKENDS, allowed, only
-from lightning_ups.kernels.attention.kind import Kind, kind_of
+from lightning_ups.kernels.attention.flex import flex
 from lightning_ups.kernels.attention.operator import attention_forward
-from lightning_ups.kernels.attention.support import Backend, check, refusal
+from lightning_ups.kernels.attention.reference import reference_attention
+from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, allowed, only
+from lightning_ups.kernels.attention.support import Backend, Kind, check, kind_of, refusal
 
 __all__ = ["has_routed", "routed_attention"]
 
@@ -33,10 +32,10 @@ _NAME = "scaled_dot_product_attention"
 def routed_attention(backends: Backend | Sequence[Backend]) -> Iterator[None]:
     """Let ``F.scaled_dot_product_attention`` use ``backends`` while the context is open, also in compiled code.
 
-    A single backend is used or raises, as in `attention`: also for tensors without heads or with more leading axes, for
-    a single head of keys, and for shapes that torch itself would broadcast or copy for its slowest kernel. Of several,
-    each call uses the first that supports it; with ``"auto"`` at the end, the fastest that does. Contexts nest, and the
-    inner one applies.
+    A single backend is used or raises, as in `attention`. Of several, each call uses the first that supports it; with
+    ``"auto"`` at the end, the fastest that does. Calls that torch would broadcast, nested tensors and tensors that are
+    not [batch, heads, seq, dim] are left to torch's function: with ``"auto"`` to all its kernels, otherwise to those
+    that are named. Contexts nest, and the inner one applies.
 
     A model's own choice of torch kernels has priority: if other kernels of torch are allowed than when the context was
     entered, as inside of ``with sdpa_kernel(...)``, the call is not routed.
@@ -83,14 +82,11 @@ def _priority(backends: Backend | Sequence[Backend]) -> tuple[Backend, ...]:
     unknown = [name for name in names if name not in get_args(Backend)]
     if unknown or not names:
         raise ValueError(
-            f"routed_attention was given {backends!r}."
-            " It takes a backend, or several in order of preference."
-            f" Use names of {', '.join(map(repr, get_args(Backend)))}."
+            f"routed_attention does not know {backends!r}. Use names of {', '.join(map(repr, get_args(Backend)))}."
         )
     if "auto" in names[:-1]:
         raise ValueError(
-            f"routed_attention was given {backends!r}, with 'auto' before others."
-            " It supports every call, so backends after it would never be used."
+            f"routed_attention was given {backends!r}: backends after 'auto' would never be used."
             " Put 'auto' at the end, or leave it out."
         )
     return names
@@ -191,24 +187,14 @@ def _routed(
     enable_gqa: bool,
     call: tuple[Any, ...] | None = None,
 ) -> Tensor:
-    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     named = "auto" not in priority
     if attn_mask is not None and q_BHSD.dtype is torch.float64 and attn_mask.is_floating_point():
         attn_mask = attn_mask.double()  # torch's CPU flash kernel would read the bits of another dtype as float64
-    if named:
-        if (seen := _with_four_axes(q_BHSD, k_BKTD, v_BKTD, attn_mask)) is not None:
-            out = _routed(priority, *seen[:3], attn_mask=seen[3], enable_gqa=enable_gqa, **options)
-            return _without_them(out, q_BHSD)
-        if _plain(q_BHSD, k_BKTD, v_BKTD):
-            if _shares_one_head(q_BHSD, k_BKTD, v_BKTD):
-                enable_gqa = True  # not `or`, which may return a symbol
-            q_BHSD, k_BKTD, v_BKTD, attn_mask = _spread(q_BHSD, k_BKTD, v_BKTD, attn_mask, grouped=enable_gqa)
-    if (
-        not _plain(q_BHSD, k_BKTD, v_BKTD)
-        or q_BHSD.device.type == "meta"
-        or not _fit(q_BHSD, k_BKTD, v_BKTD, grouped=enable_gqa)
-        or not (named or _usual(q_BHSD, k_BKTD, v_BKTD, attn_mask))
-    ):
+    if named and _has_four_axes(q_BHSD, k_BKTD, v_BKTD):
+        q_BHSD, k_BKTD, v_BKTD = map(dense, (q_BHSD, k_BKTD, v_BKTD))
+        if k_BKTD.shape[1] == v_BKTD.shape[1] == 1 < q_BHSD.shape[1]:  # which torch broadcasts
+            enable_gqa = True  # not `or`, which may return a symbol
+    if q_BHSD.device.type == "meta" or not _is_usual(q_BHSD, k_BKTD, v_BKTD, attn_mask, grouped=enable_gqa):
         # Other shapes, nested tensors and mistakes: torch's own function handles them, or raises the right error.
         chosen = _only_of(priority, q_BHSD, k_BKTD, v_BKTD) if named else nullcontext()
         with chosen:
@@ -245,124 +231,54 @@ def _routed(
     return out.transpose(1, 2)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _has_four_axes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.dim() == k.dim() == v.dim() == 4 and not q.is_nested
 
 
-def _with_four_axes(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-    """Return views [batch, heads, seq, dim] of tensors with other leading axes, for which torch has only a slow kernel.
-
-    None: they already have these axes, or torch's own function must handle them.
-    """
-    axes = q.dim()
-    if axes in (0, 1, 4) or not axes == k.dim() == v.dim() or q.is_nested:
-        return None
-    if axes == 2:
-        return q[None, None], k[None, None], v[None, None], mask
-    if axes == 3:
-        if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0]:  # torch broadcasts, or groups, the axis before seq
-            return q[None], k[None], v[None], mask
-        return q[:, None], k[:, None], v[:, None], mask[:, None] if mask is not None and mask.dim() == 3 else mask
-    lead = q.shape[:-3]
-    if k.shape[:-3] != lead or v.shape[:-3] != lead:
-        return None
-    if mask is not None and mask.dim() > 3:
-        mask = mask[(None,) * (axes - mask.dim())].expand(*lead, -1, -1, -1).flatten(0, axes - 4)
-    return (*(tensor.flatten(0, axes - 4) for tensor in (q, k, v)), mask)  # type: ignore[return-value]
-
-
-def _without_them(out_BHSD: Tensor, q: Tensor) -> Tensor:
-    if q.dim() == 2:
-        return out_BHSD[0, 0]
-    if q.dim() == 3:
-        return out_BHSD[0] if out_BHSD.shape[0] == 1 else out_BHSD[:, 0]
-    return out_BHSD.unflatten(0, q.shape[:-3])
-
-
-def _shares_one_head(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    # Torch broadcasts a single head of keys automatically.
-    return k.shape[1] == v.shape[1] == 1 < q.shape[1]
-
-
-def _spread(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, grouped: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return tensors that every kernel supports, from those that torch would broadcast or copy for its slowest."""
-    if grouped and k.shape[1] != v.shape[1]:
-        heads = q.shape[1]
-        k, v = (t.repeat_interleave(heads // t.shape[1], 1) if heads % t.shape[1] == 0 else t for t in (k, v))
-    tensors = [q, k, v]
-    for axis in (0,) if grouped else (0, 1):
-        sizes = [tensor.shape[axis] for tensor in tensors]
-        if not sizes[0] == sizes[1] == sizes[2]:
-            shape = [max(sizes) if at == axis else -1 for at in range(4)]
-            tensors = [t.expand(shape).contiguous() if t.shape[axis] == 1 else t for t in tensors]
-    if mask is not None and mask.dim() == 3:
-        mask = mask[None]
-    if mask is not None:
-        mask = dense(mask)
-    return (*map(dense, tensors), mask)  # type: ignore[return-value]
-
-
-def _fit(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> bool:
+def _is_usual(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, grouped: bool) -> bool:
+    # Torch copies, and broadcasts masks, for its slower kernels: then a `Kind` does not determine the choice.
+    tensors = (q, k, v) if mask is None else (q, k, v, mask)
     return (
-        q.shape[0] == k.shape[0] == v.shape[0]
+        _has_four_axes(q, k, v)
+        and all(tensor.stride(-1) == 1 for tensor in tensors)
+        and (mask is None or mask.dim() in (2, 4))
+        and q.shape[0] == k.shape[0] == v.shape[0]
         and k.shape[1:3] == v.shape[1:3]
         and q.shape[3] == k.shape[3]
         and (q.shape[1] % k.shape[1] == 0 if grouped and k.shape[1] else q.shape[1] == k.shape[1])
     )
 
 
-def _usual(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    # Torch copies, and broadcasts masks, for its slower kernels: then a `Kind` does not determine the choice.
-    tensors = (q, k, v) if mask is None else (q, k, v, mask)
-    return all(tensor.stride(-1) == 1 for tensor in tensors) and (mask is None or mask.dim() in (2, 4))
-
-
 def _only_of(priority: tuple[Backend, ...], q: Tensor, k: Tensor, v: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which torch's own function may use only the named kernels of torch."""
-    kernels = [TORCH_BACKENDS[name] for name in priority if name in TORCH_BACKENDS]
-    if q.device.type == "meta" or _plain(q, k, v):
-        return nullcontext()  # nothing is computed, or torch raises the right error
-    if not kernels:
-        raise ValueError(
-            f"F.scaled_dot_product_attention was called with {_shapes(q, k, v)}, under the attention backends"
-            f" {', '.join(map(repr, priority))}."
-            " These take tensors of as many axes each, [batch, heads, seq, dim] or others before seq, and none nested."
-            " Pass such tensors, or add 'auto' at the end, which leaves the others to torch."
-        )
-    return only(kernels)
-
-
-def _shapes(*tensors: Tensor) -> str:
-    told = ["nested" if tensor.is_nested else str(tuple(tensor.shape)) for tensor in tensors]
-    return ", ".join(f"{name} {shape}" for name, shape in zip(("queries", "keys", "values"), told, strict=True))
+    if q.device.type == "meta":
+        return nullcontext()  # nothing is computed
+    if kernels := [TORCH_BACKENDS[name] for name in priority if name in TORCH_BACKENDS]:
+        return only(kernels)
+    shapes = ", ".join("nested" if tensor.is_nested else str(tuple(tensor.shape)) for tensor in (q, k, v))
+    raise ValueError(
+        f"The attention backends {', '.join(map(repr, priority))} do not take queries, keys and values {shapes}."
+        " Use equal [batch, heads, seq, dim], or add 'auto' at the end, which leaves other shapes to torch."
+    )
 
 
 @torch.compiler.assume_constant_result
 def _first(priority: tuple[Backend, ...], kind: tuple[Any, ...]) -> Backend:
-    if len(priority) == 1:
-        only = priority[0]
-        return only if only == "auto" else checked(only, kind)
-    return _first_of_several(priority, Kind(*kind))
+    return _first_that_can(priority, Kind(*kind))
 
 
 @cache
-def _first_of_several(priority: tuple[Backend, ...], kind: Kind) -> Backend:
-    reasons = {}
+def _first_that_can(priority: tuple[Backend, ...], kind: Kind) -> Backend:
+    reasons = []
     for name in priority:
         if name == "auto":
             return name
         found = refusal(name, kind)
-        if found is None:
+        if found is None or len(priority) == 1:
             check(name, kind)
             return name
-        reasons[name] = found[0]
-    listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        reasons.append(f"{name}: {found[0]}")
     raise ValueError(
-        f"None of the attention backends {', '.join(map(repr, priority))} can do what the model asks."
-        f" {listed}."
+        f"None of the attention backends {', '.join(map(repr, priority))} supports this call. {'; '.join(reasons)}."
         " Add another, such as 'math' or 'auto', at the end."
     )

@@ -1,21 +1,102 @@
-"""The limits of each backend, as rules with a reason and a cure."""
+"""The kind of an attention call, and the limits of each backend, as rules with a reason and a cure."""
+# ruff: noqa: N803 (shape suffixes are capitals)
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from operator import index
 from typing import Literal, NamedTuple, cast, get_args
 
 import torch
+from torch import Tensor
 
 from lightning_ups._compat.torch.tensors.attention import load_fa3, load_fa4, missing_package, torch_refuses
-from lightning_ups.kernels.attention.kind import Kind
 
-__all__ = ["BACKENDS", "Backend", "KernelName", "check", "refusal"]
+__all__ = ["BACKENDS", "Backend", "KernelName", "Kind", "check", "constant", "kind_of", "refusal"]
 
 KernelName = Literal["reference", "math", "efficient", "flash", "cudnn", "flex", "fa3", "fa4"]
 Backend = Literal["auto", "reference", "math", "efficient", "flash", "cudnn", "flex", "fa3", "fa4"]
 BACKENDS: tuple[KernelName, ...] = get_args(KernelName)
 
 _HALF = (torch.bfloat16, torch.float16)
+
+
+class Kind(NamedTuple):
+    """An attention call without its lengths: constant in a model, so that a choice is made once.
+
+    Args:
+        device: The device type.
+        dtype: The dtype of queries, keys and values.
+        heads: Number of query heads.
+        kv_heads: Number of heads of keys and values.
+        head_dim: Dimension of queries and keys.
+        value_dim: Dimension of values.
+        causal: Whether keys after the query are hidden.
+        window: Whether only near keys are visible.
+        documents: Whether only keys of the query's document are visible.
+        softcap: Whether scores are limited by a tanh.
+        mask: Whether a mask tensor is given, to `scaled_dot_product_attention`; `attention` has none.
+        mask_trains: Whether the mask needs a gradient.
+        dropout: Whether there is dropout; only in `scaled_dot_product_attention`.
+        square: Whether there are as many queries as keys.
+        one_key: Whether there is a single key.
+        trains: Whether gradients are needed.
+    """
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    causal: bool
+    window: bool = False
+    documents: bool = False
+    softcap: bool = False
+    mask: bool = False
+    mask_trains: bool = False
+    dropout: bool = False
+    square: bool = True
+    one_key: bool = False
+    trains: bool = True
+
+
+def kind_of(
+    q_BSHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKE: Tensor,
+    *,
+    causal: bool,
+    window: bool = False,
+    documents: bool = False,
+    softcap: bool = False,
+    mask: Tensor | None = None,
+    dropout: bool = False,
+) -> Kind:
+    """Return the kind of a call with tensors [batch, seq, heads, dim], as constants even if sizes are symbolic."""
+    queries, keys = q_BSHD.shape[1], k_BTKD.shape[1]
+    return Kind(
+        q_BSHD.device.type,
+        q_BSHD.dtype,
+        index(q_BSHD.shape[2]),
+        index(k_BTKD.shape[2]),
+        index(q_BSHD.shape[3]),
+        index(v_BTKE.shape[3]),
+        constant(causal),
+        window,
+        documents,
+        constant(softcap),
+        mask is not None,
+        mask is not None and mask.requires_grad,
+        constant(dropout),
+        constant(queries == keys),
+        constant(keys == 1),
+        torch.is_grad_enabled() and (q_BSHD.requires_grad or k_BTKD.requires_grad or v_BTKE.requires_grad),
+    )
+
+
+def constant(truth: object) -> bool:
+    """Return ``truth`` as a constant; in a compiled function it may be a comparison of symbols."""
+    return True if truth else False  # noqa: SIM210  (`bool` of a symbol is one; a branch is not)
 
 
 class _Rule(NamedTuple):
@@ -25,9 +106,14 @@ class _Rule(NamedTuple):
     cure: str
 
 
-def _major(_: Kind) -> int:
+def _major() -> int:
     return torch.cuda.get_device_capability()[0]
 
+
+_NO_MASK = (
+    "Use causal, window or documents of lightning_ups.kernels.attention instead, or allow another backend such as"
+    " 'cudnn', 'efficient' or 'math'"
+)
 
 _RULES = (
     _Rule(
@@ -45,17 +131,11 @@ _RULES = (
     _Rule(
         ("flex",),
         lambda kind: kind.device == "cpu" and kind.trains,
-        "On CPU it has no backward pass, and gradients are asked for",
+        "On CPU it has no backward pass, and gradients are required",
         "Use backend 'flash' or 'reference' on CPU, or torch.no_grad()",
     ),
     _Rule(
-        ("fa3", "fa4", "cudnn"),
-        lambda kind: kind.dtype not in _HALF,
-        "It takes bfloat16 and float16, not {kind.dtype}",
-        "Cast to bfloat16 or run under autocast, or use backend 'efficient' or 'math'",
-    ),
-    _Rule(
-        ("flash",),
+        ("fa3", "fa4", "cudnn", "flash"),
         lambda kind: kind.device == "cuda" and kind.dtype not in _HALF,
         "On CUDA it takes bfloat16 and float16, not {kind.dtype}",
         "Cast to bfloat16 or run under autocast, or use backend 'efficient' or 'math'",
@@ -68,41 +148,27 @@ _RULES = (
     ),
     _Rule(
         ("cudnn",),
-        lambda kind: kind.window or kind.documents,
-        "It takes causal or full attention: no window, no documents",
+        lambda kind: kind.window or kind.documents or kind.one_key,
+        "It has no window and no documents, and needs at least two keys",
         "Use backend 'fa4', 'flash' or 'flex'",
     ),
     _Rule(
-        ("cudnn",),
-        lambda kind: kind.one_key,
-        "It takes two keys at least",
-        "Use backend 'flash'",
-    ),
-    _Rule(
-        ("fa3", "fa4", "flex"),
+        ("fa3", "fa4", "flex", "reference"),
         lambda kind: kind.mask,
         "It takes no mask tensor",
-        "Say what the mask means by causal, window or documents of lightning_ups.kernels.attention,"
-        " or allow another backend such as 'cudnn', 'efficient' or 'math'",
+        _NO_MASK,
     ),
     _Rule(
         ("flash",),
         lambda kind: kind.device == "cuda" and kind.mask,
         "On CUDA it takes no mask tensor",
-        "Say what the mask means by causal, window or documents of lightning_ups.kernels.attention,"
-        " or allow another backend such as 'cudnn', 'efficient' or 'math'",
+        _NO_MASK,
     ),
     _Rule(
         ("flash", "cudnn"),
         lambda kind: kind.mask_trains,
         "It has no gradient of a mask tensor",
         "Use backend 'efficient' or 'math'",
-    ),
-    _Rule(
-        ("reference",),
-        lambda kind: kind.mask,
-        "It takes no mask tensor",
-        "Use backend 'math'",
     ),
     _Rule(
         ("flash",),
@@ -119,44 +185,44 @@ _RULES = (
     _Rule(
         ("fa3", "fa4", "flex", "flash", "reference"),
         lambda kind: kind.causal and not kind.square,
-        "Causal attention of fewer queries than keys, or more, is ambiguous: torch aligns it at the first key, the"
-        " FlashAttention packages at the last",
+        "Causal attention with different numbers of queries and keys is ambiguous: torch aligns the first keys, the"
+        " FlashAttention packages the last",
         "Give as many queries as keys, or allow another backend such as 'efficient' or 'math'",
     ),
     _Rule(
         ("fa3", "flash", "flex"),
         lambda kind: kind.head_dim != kind.value_dim,
-        "It wants values as wide as keys, and they are {kind.value_dim} and {kind.head_dim} wide",
+        "Values must be as wide as keys, and they are {kind.value_dim} and {kind.head_dim} wide",
         "Use backend 'efficient' or 'math'",
     ),
     _Rule(
         ("flash",),
         lambda kind: kind.device == "cuda" and (kind.window or kind.documents) and kind.head_dim % 8 != 0,
-        "With a window or documents it wants a head width divisible by 8, not {kind.head_dim}",
+        "With a window or documents the head dimension must be divisible by 8, and it is {kind.head_dim}",
         "Use backend 'flex', or widen the heads",
     ),
     _Rule(
         ("fa3", "fa4"),
         lambda kind: kind.head_dim % 8 != 0 or kind.value_dim % 8 != 0 or max(kind.head_dim, kind.value_dim) > 256,
-        "It wants heads of a width divisible by 8 and at most 256, not {kind.head_dim} and {kind.value_dim}",
+        "Head dimensions must be divisible by 8 and at most 256, and they are {kind.head_dim} and {kind.value_dim}",
         "Use backend 'flash' or 'efficient'",
     ),
     _Rule(
         ("fa3",),
-        lambda kind: _major(kind) != 9,
+        lambda _: _major() != 9,
         "It is written for Hopper (compute capability 9.0), and this device is another",
         "Use backend 'fa4', 'cudnn' or 'flash'",
     ),
     _Rule(
         ("fa4",),
-        lambda kind: not (9 if kind.trains else 8) <= _major(kind) <= 12,
+        lambda kind: not (9 if kind.trains else 8) <= _major() <= 12,
         "It needs a device of compute capability 9.0 to 12.x (8.x without gradients), and this one is another",
         "Use backend 'flash', or 'cudnn'",
     ),
     _Rule(
         ("fa4",),
         lambda kind: (
-            _major(kind) in (10, 11)
+            _major() in (10, 11)
             and max(kind.head_dim, kind.value_dim) > 128
             and (kind.head_dim, kind.value_dim) not in ((192, 128), (256, 256))
         ),
@@ -166,9 +232,7 @@ _RULES = (
     ),
     _Rule(
         ("fa4",),
-        lambda kind: (
-            kind.softcap and kind.trains and (_major(kind) == 12 or (_major(kind) != 9 and kind.head_dim == 256))
-        ),
+        lambda kind: kind.softcap and kind.trains and (_major() == 12 or (_major() != 9 and kind.head_dim == 256)),
         "On this device it has no gradient of softcap",
         "Use backend 'flex', or leave softcap out",
     ),
@@ -180,6 +244,7 @@ def refusal(backend: KernelName, kind: Kind) -> tuple[str, str] | None:
     return next(_refusals(backend, kind), None)
 
 
+@cache
 def check(backend: KernelName, kind: Kind) -> None:
     """Raise if ``backend`` does not support ``kind``; load its package, so that a broken one raises here.
 
@@ -190,13 +255,11 @@ def check(backend: KernelName, kind: Kind) -> None:
     """
     if backend not in BACKENDS:
         raise ValueError(
-            f"backend={backend!r} is not known."
-            " A backend is the kernel that computes attention, or 'auto'."
-            f" Use one of {', '.join(map(repr, get_args(Backend)))}."
+            f"backend={backend!r} is not a kernel of attention. Use one of {', '.join(map(repr, get_args(Backend)))}."
         )
     if found := next(_refusals(backend, kind, packages=False), None):
         why, cure = found
-        raise ValueError(f"Attention by backend {backend!r} was asked for and is impossible here. {why}. {cure}.")
+        raise ValueError(f"Attention backend {backend!r} cannot be used here. {why}. {cure}.")
     if backend == "fa3":
         load_fa3(feature="Attention by backend 'fa3'")
     elif backend == "fa4":

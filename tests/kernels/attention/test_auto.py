@@ -10,9 +10,9 @@ import torch
 
 from lightning_ups._compat.torch.tensors.attention import missing_package
 from lightning_ups.kernels.attention import Documents, attention, auto, decisions, support
-from lightning_ups.kernels.attention.auto import choose, decide, extent
-from lightning_ups.kernels.attention.kind import Kind
-from lightning_ups.kernels.attention.table import Row, Table, tables
+from lightning_ups.kernels.attention.auto import choose, extent
+from lightning_ups.kernels.attention.estimates import Point, Row, Table, tables
+from lightning_ups.kernels.attention.support import Kind
 
 CPU = Kind("cpu", torch.float32, 32, 8, 128, 128, causal=True)
 GPU = CPU._replace(device="cuda", dtype=torch.bfloat16)
@@ -40,7 +40,7 @@ CROSSING = Table(
 
 
 def forget():
-    for cached in (auto._table, auto._expected, auto._decided):
+    for cached in (auto._table, auto._decided):
         cached.cache_clear()
     if auto.regions is not regions_of_h200:
         auto.regions.cache_clear()
@@ -71,10 +71,6 @@ regions_of_h200 = cache(auto.regions.__wrapped__)
 def h200(fresh_h200):
     """As it is where every package is: choices that one test has asked for are there for the others."""
     fresh_h200.setattr(auto, "regions", regions_of_h200)
-
-
-def pairs(seq):
-    return 32768 * 32 * seq
 
 
 def kind_of_row(measured, *, trains):
@@ -184,11 +180,12 @@ def test_ranges_cost_no_more_than_they_may(h200, trains):
         GPU._replace(head_dim=dim, value_dim=dim, kv_heads=kv_heads, causal=causal, trains=trains)
         for dim, kv_heads, causal in ((128, 8, True), (64, 32, True), (256, 4, False), (96, 8, True))
     ]
-    expected, regret = auto._expected(trains=trains), []
+    expected, regret = auto.expected_of(H200, trains=trains), []
     for kind in kinds:
         for seq, batch in zip(2 ** (7 + 9 * torch.rand(60, generator=generator)), range(1, 61), strict=True):
             there = extent(kind, batch=batch, seq=int(seq))
-            times = expected.milliseconds(auto._point(kind, *there), among=auto._capable(kind))
+            point = Point(kind.head_dim, kind.heads / kind.kv_heads, kind.causal, *there)
+            times = expected.milliseconds(point, among=auto._capable(kind))
             regret.append(times[choose(kind, batch=batch, seq=int(seq))] / min(times.values()) - 1)
     assert max(regret) < 0.06
     assert sum(part > 0.03 for part in regret) <= len(regret) // 50
@@ -206,20 +203,17 @@ def test_training_at_usual_sizes_is_compiled_once_for_all_lengths(h200):
     ("seq", "wanted"), [(512, "cudnn"), (1536, "cudnn"), (4096, "cudnn"), (14000, "fa4"), (65536, "fa4")]
 )
 def test_between_and_beyond_the_measured_lengths(hopper, seq, wanted):
-    assert decide(GPU, length=seq, pairs=pairs(seq)).backend == wanted
     assert choose(GPU, batch=32768 // seq or 1, seq=seq) == wanted
 
 
 def test_forward_alone_has_times_of_its_own(hopper):
-    assert decide(GPU._replace(trains=False), length=16384, pairs=pairs(16384)).backend == "cudnn"
+    assert choose(GPU._replace(trains=False), batch=2, seq=16384) == "cudnn"
 
 
 def test_only_backends_that_can_are_chosen(hopper):
-    assert decide(GPU, length=1024, pairs=pairs(1024)).backend == "cudnn"
-    assert decide(GPU._replace(window=True), length=1024, pairs=pairs(1024)).backend == "fa4"
-    choice = decide(GPU._replace(softcap=True, head_dim=512, value_dim=512), length=1024, pairs=pairs(1024))
-    assert choice.backend == "flex"
-    assert "rule" in choice.why
+    assert choose(GPU, batch=32, seq=1024) == "cudnn"
+    assert choose(GPU._replace(window=True), batch=32, seq=1024, window=1024) == "fa4"
+    assert choose(GPU._replace(softcap=True, head_dim=512, value_dim=512), batch=32, seq=1024) == "flex"
 
 
 def test_hardware_that_was_not_measured_follows_the_rule(hopper):
@@ -255,11 +249,13 @@ def test_a_package_that_is_not_installed_is_no_warning(fresh_h200, recwarn):
 
 def test_kin_of_a_measured_device_uses_its_table(hopper):
     hopper.setattr(torch.cuda, "get_device_name", lambda *_: "Another of 9.0")
-    assert decide(GPU, length=16384, pairs=pairs(16384)).why == "fastest in the table of Test GPU, 2026-11-21"
+    with auto.recorded_decisions() as record:
+        choose(GPU, batch=2, seq=16384)
+    assert [decision["why"] for decision in record.values()] == ["fastest in the table of Test GPU, 2026-11-21"]
 
 
 def test_where_nothing_can_the_reasons_are_listed():
-    with pytest.raises(ValueError, match=r"fa4: .*CUDA devices only.*Change what is asked"):
+    with pytest.raises(ValueError, match=r"fa4: .*CUDA devices only.*Change the call"):
         choose(CPU._replace(dropout=True, softcap=True), batch=1, seq=8)
 
 

@@ -1,12 +1,14 @@
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_ups._compat.torch.tensors.ops import costly_ops
 from lightning_ups.kernels.attention import Documents, operator
-from lightning_ups.kernels.attention.operator import attention_backward, attention_forward
+from lightning_ups.kernels.attention.masks import dense_mask
+from lightning_ups.kernels.attention.operator import attended_pairs, attention_forward
 from tests.kernels.attention.cases import BAND, CASES, Case, expected, gradients, worst
 
 FORWARD = torch.ops.lightning_ups.attention_forward.default
@@ -117,12 +119,6 @@ def test_operations_of_documents_are_counted():
     assert counter.get_total_flops() == 4 * 2 * 4 * 16 * (96**2 + 32**2) / 2
 
 
-def test_an_unknown_kernel_is_refused():
-    q, k, v = CASES[0].tensors()
-    with pytest.raises(ValueError, match="Use one of"):
-        attention_forward(q, k, v, None, 96, True, 0, 0.0, 1.0, "fa9")
-
-
 def shards(placements):
     mesh = init_device_mesh("cpu", (2,))
     case = Case("", seq=24, heads=(4, 2))
@@ -161,13 +157,6 @@ def test_a_sharded_sequence_is_gathered_first(ranks):
     assert "S(1)" not in ranks(shards_of_sequence)
 
 
-def test_backward_is_an_operator_of_its_own():
-    q, k, v = CASES[0].tensors()
-    request = (None, 96, True, 0, 0.0, 0.25, "eager")
-    out, lse = attention_forward(q, k, v, *request)
-    assert [grad.shape for grad in attention_backward(out, q, k, v, out, lse, *request)] == [q.shape, k.shape, v.shape]
-
-
 def test_a_gradient_that_nothing_sees_is_the_operators_without_it(monkeypatch):
     ran = []
     kernel = operator._unseen_backward
@@ -187,3 +176,22 @@ def test_a_gradient_that_nothing_sees_is_the_operators_without_it(monkeypatch):
         grads()
     assert "lightning_ups::attention_backward" in {event.key for event in profile.key_averages()}
     assert all(torch.equal(a, b) for a, b in zip(quick, seen, strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 64, 1000])
+def test_pairs_are_those_of_the_mask_but_for_the_diagonal(causal, window):
+    mask = dense_mask(512, 512, causal=causal, window=window or None, ids_BS=None, device=torch.device("cpu"))
+    seen = 512 * 512 if mask is None else int(mask.sum())
+    assert attended_pairs(512, 512, causal=causal, window=window) == pytest.approx(seen, abs=512)
+
+
+def test_documents_are_counted_by_their_lengths():
+    boundaries = torch.tensor([0, 100, 1000])
+    assert attended_pairs(500, 500, causal=True, cu_seqlens=boundaries, batch=2) == (100**2 + 900**2) // 2
+
+
+def test_fake_documents_are_counted_as_equally_long():
+    with FakeTensorMode():
+        boundaries = torch.zeros(11, dtype=torch.int32)
+    assert attended_pairs(500, 500, causal=True, cu_seqlens=boundaries, batch=2) == 10 * 100**2 // 2

@@ -3,8 +3,7 @@ import torch
 
 from lightning_ups._compat.torch.tensors import attention
 from lightning_ups.kernels.attention import support
-from lightning_ups.kernels.attention.kind import Kind
-from lightning_ups.kernels.attention.support import BACKENDS, check, refusal
+from lightning_ups.kernels.attention.support import BACKENDS, Kind, check, kind_of, refusal
 
 CPU = Kind("cpu", torch.float32, 4, 2, 64, 64, causal=True)
 H200 = CPU._replace(device="cuda", dtype=torch.bfloat16)
@@ -99,13 +98,14 @@ def test_every_rule_has_a_reason_and_a_cure_that_format(on, rule):
 
 
 def test_the_error_says_what_why_and_the_cure():
-    with pytest.raises(ValueError, match=r"backend 'fa4' was asked for.*on 'cpu'\. Move the tensors to a GPU"):
+    with pytest.raises(ValueError, match=r"backend 'fa4' cannot be used here.*on 'cpu'\. Move the tensors to a GPU"):
         check("fa4", CPU)
 
 
 @pytest.mark.usefixtures("without_fa4")
 def test_a_missing_package_is_named_with_its_extra(on, monkeypatch):
     on(9)
+    check.cache_clear()
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-ups\[flash\]'"):
         check("fa4", H200)
     with pytest.raises(ModuleNotFoundError, match=r"Build it with .*, or use backend 'fa4'"):
@@ -121,3 +121,40 @@ def test_auto_leaves_out_what_is_not_installed(monkeypatch):
     monkeypatch.setattr(support, "_torch_refuses", lambda *_: None)
     assert refusal("fa4", H200)[0].startswith("flash-attn-4")
     assert refusal("fa3", H200)[0].startswith("flash_attn_interface")
+
+
+def test_a_kind_has_no_lengths():
+    def kind(batch, seq):
+        q, k = torch.zeros(batch, seq, 4, 16), torch.zeros(batch, seq, 2, 16)
+        return kind_of(q, k, k, causal=True)
+
+    assert kind(1, 5) == kind(3, 9)
+
+
+def test_gradients_are_wanted_where_one_requires_them_and_they_are_on():
+    q, k = torch.zeros(1, 5, 4, 16), torch.zeros(1, 5, 4, 16, requires_grad=True)
+    assert kind_of(q, k, q, causal=True).trains
+    assert not kind_of(q, q, q, causal=True).trains
+    with torch.no_grad():
+        assert not kind_of(q, k, q, causal=True).trains
+
+
+def test_masks_and_lengths():
+    q, k = torch.zeros(1, 5, 4, 16), torch.zeros(1, 6, 4, 16)
+    kind = kind_of(q, k, k, causal=False, mask=torch.zeros(5, 6, requires_grad=True))
+    assert (kind.square, kind.mask, kind.mask_trains) == (False, True, True)
+
+
+def test_it_is_constant_where_sizes_are_symbolic():
+    kinds = []
+
+    @torch.compiler.assume_constant_result
+    def keep(kind):
+        kinds.append(kind)
+        return 1
+
+    def function(q):
+        return q * keep(tuple(kind_of(q, q, q, causal=True, softcap=q.shape[1] > 3, dropout=q.shape[1] > 3)))
+
+    torch.compile(function, backend="eager", fullgraph=True, dynamic=True)(torch.zeros(2, 5, 4, 16))
+    assert kinds == [tuple(kind_of(*[torch.zeros(2, 5, 4, 16)] * 3, causal=True, softcap=True, dropout=True))]

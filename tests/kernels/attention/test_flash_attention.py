@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lightning_ups._compat.torch.tensors import attention as compat
-from lightning_ups.kernels.attention import Documents, attention
-from lightning_ups.kernels.attention.backends import eager, fa4
-from lightning_ups.kernels.attention.request import Request
+from lightning_ups.kernels.attention import Documents, attention, flash_attention
+from lightning_ups.kernels.attention.reference import Request, eager_backward, eager_forward
 from tests.kernels.attention.cases import BAND, CASES, Case, expected, gradients, worst
 
 
@@ -25,19 +24,13 @@ class Package:
     ):  # fmt: skip
         self.calls.append("forward")
         assert return_lse
+        assert cu_seqlens_q is cu_seqlens_k
         assert softcap is None or softcap > 0
         request = self.request(
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            causal,
-            softcap,
-            softmax_scale,
-            window_size_left,
-            window_size_right,
+            cu_seqlens_q, max_seqlen_q, causal, softcap, softmax_scale, window_size_left, window_size_right
         )
         rows = [self.rows(tensor, cu_seqlens_q) for tensor in (q, k, v)]
-        out, lse = eager.forward(*rows, request)
+        out, lse = eager_forward(*rows, request)
         return out.view(q.shape), lse, None, None, None
 
     def _flash_attn_bwd(
@@ -48,17 +41,10 @@ class Package:
         self.calls.append("deterministic backward" if deterministic else "backward")
         assert dq.is_contiguous()
         request = self.request(
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            causal,
-            softcap,
-            softmax_scale,
-            window_size_left,
-            window_size_right,
+            cu_seqlens_q, max_seqlen_q, causal, softcap, softmax_scale, window_size_left, window_size_right
         )
         rows = [self.rows(tensor, cu_seqlens_q) for tensor in (dout, q, k, v, out)]
-        for place, grad in zip((dq, dk, dv), eager.backward(*rows, lse, request), strict=True):
+        for place, grad in zip((dq, dk, dv), eager_backward(*rows, lse, request), strict=True):
             place.copy_(grad.view(place.shape))
         return dq, dk, dv
 
@@ -68,8 +54,7 @@ class Package:
         return tensor if cu_seqlens is None else tensor.unsqueeze(0)
 
     @staticmethod
-    def request(cu_q, cu_k, longest, causal, softcap, scale, left, right):
-        assert cu_q is cu_k
+    def request(cu_q, longest, causal, softcap, scale, left, right):
         if left is not None and causal:
             assert right == 0
         if left is not None and not causal:
@@ -80,32 +65,70 @@ class Package:
         return Request(cu_q, longest or 0, causal, 0 if left is None else left + 1, softcap or 0.0, scale)
 
 
+class Operators:
+    """Takes what ``torch.nn.attention._fa3`` passes to the package's operators, and computes it in eager torch."""
+
+    def fwd(
+        self, q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+        max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary,
+        q_descale, k_descale, v_descale, softmax_scale, causal, window_size_left, window_size_right, attention_chunk,
+        softcap, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin,
+    ):  # fmt: skip
+        assert (k_new, out, seqused_k, page_table, rotary_cos, q_descale, v_descale, pack_gqa) == (None,) * 8
+        assert (attention_chunk, rotary_interleaved, num_splits, sm_margin) == (0, True, 0, 0)
+        request = self.request(cu_seqlens_q, causal, window_size_left, window_size_right, softcap, softmax_scale)
+        out, lse = eager_forward(*(self.rows(tensor, cu_seqlens_q) for tensor in (q, k, v)), request)
+        return out.view(q.shape), lse, None, None
+
+    def bwd(
+        self, dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
+        max_seqlen_k, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic, sm_margin,
+    ):  # fmt: skip
+        assert (seqused_q, deterministic, sm_margin) == (None, False, 0)
+        request = self.request(cu_seqlens_q, causal, window_size_left, window_size_right, softcap, softmax_scale)
+        rows = [self.rows(tensor, cu_seqlens_q) for tensor in (dout, q, k, v, out)]
+        for place, grad in zip((dq, dk, dv), eager_backward(*rows, lse, request), strict=True):
+            place.copy_(grad.view(place.shape))
+
+    @staticmethod
+    def rows(tensor, cu_seqlens):
+        return tensor if cu_seqlens is None else tensor.unsqueeze(0)
+
+    @staticmethod
+    def request(cu_seqlens, causal, left, right, softcap, scale):
+        assert right == (-1 if left < 0 else 0 if causal else left)
+        return Request(cu_seqlens, 0, causal, left + 1, softcap, scale)
+
+
 @pytest.fixture
 def package(monkeypatch):
     package = Package()
-    monkeypatch.setattr(fa4, "load_fa4", lambda feature: package)
+    monkeypatch.setattr(flash_attention, "load_fa4", lambda feature: package)
+    monkeypatch.setattr(flash_attention, "load_fa3", lambda feature: Operators())
     return package
 
 
-def by_fa4(q, k, v, *, causal, window, documents, softcap, scale):
+def by_package(q, k, v, *, causal, window, documents, softcap, scale, kernel="fa4"):
     cu_seqlens = None if documents is None else documents.cu_seqlens
     longest = q.shape[1] if documents is None else documents.max_seqlen
     scale = scale or q.shape[-1] ** -0.5
     operator = torch.ops.lightning_ups.attention_forward
-    return operator(q, k, v, cu_seqlens, longest, causal, window or 0, softcap or 0.0, scale, "fa4")[0]
+    return operator(q, k, v, cu_seqlens, longest, causal, window or 0, softcap or 0.0, scale, kernel)[0]
 
 
+@pytest.mark.parametrize("kernel", ["fa3", "fa4"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_package_is_asked_for_what_the_reference_says(package, case):
+def test_the_package_is_asked_for_what_the_reference_says(package, case, kernel):
     tensors, options = case.tensors(), case.options()
-    assert worst(gradients(by_fa4, tensors, options), expected(tensors, options)) < BAND
-    assert package.calls == ["forward", "backward"]
+    found = gradients(by_package, tensors, {**options, "kernel": kernel})
+    assert worst(found, expected(tensors, options)) < BAND
+    assert package.calls == (["forward", "backward"] if kernel == "fa4" else [])
 
 
 def test_deterministic_where_torch_is_told_to_be(package):
     torch.use_deterministic_algorithms(True)
     try:
-        gradients(by_fa4, Case("").tensors(), Case("").options())
+        gradients(by_package, Case("").tensors(), Case("").options())
     finally:
         torch.use_deterministic_algorithms(False)
     assert package.calls == ["forward", "deterministic backward"]
@@ -121,7 +144,7 @@ def test_is_imported_from_the_package_when_it_runs(monkeypatch):
     compat.load_fa4.cache_clear()
     q, k, v = Case("").tensors()
     try:
-        assert by_fa4(q, k, v, **Case("").options()).shape == q.shape
+        assert by_package(q, k, v, **Case("").options()).shape == q.shape
     finally:
         compat.load_fa4.cache_clear()
 
@@ -180,3 +203,22 @@ def test_on_a_gpu_the_package_has_the_arguments_we_pass():
     for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
         ours = inspect.signature(getattr(Package, name)).parameters
         assert set(ours) - {"self"} <= set(inspect.signature(getattr(interface, name)).parameters)
+
+
+def test_a_package_without_torchs_operators_is_refused(monkeypatch):
+    monkeypatch.setattr(compat, "find_spec", lambda _: object())
+    monkeypatch.setitem(__import__("sys").modules, "flash_attn_interface", object())
+    with pytest.raises(ImportError, match="Rebuild it"):
+        compat.load_fa3(feature="This")
+
+
+@pytest.mark.gpu(capability=(9, 0))
+def test_on_a_gpu_it_is_the_reference_or_says_what_is_missing():
+    case = Case("", dim=64, seq=300)
+    tensors, options = case.tensors(torch.bfloat16, "cuda"), case.options("cuda")
+    if compat.missing_package("fa3"):
+        with pytest.raises(ModuleNotFoundError, match="Build it with"):
+            attention(*tensors, backend="fa3")
+    else:
+        found = gradients(attention, tensors, {**options, "backend": "fa3"})
+        assert worst(found, expected(tensors, options)) < 1.5e-2

@@ -5,8 +5,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from lightning_ups.kernels.attention import Documents, attention, reference_attention
-from lightning_ups.kernels.attention.backends import flex as flex_module
-from lightning_ups.kernels.attention.backends.flex import block_mask
+from lightning_ups.kernels.attention import flex as flex_module
+from lightning_ups.kernels.attention.flex import block_mask
 
 IDS = torch.tensor([[0] * 5 + [1] * 290 + [2] * 133, [3] * 256 + [4] * 128 + [5] * 44])
 

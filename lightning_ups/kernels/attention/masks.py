@@ -1,11 +1,12 @@
-"""Document boundaries of a packed batch, in the two forms that kernels need."""
+"""Which keys a query sees: documents of a packed batch, and the definition that the reference and all masks use."""
+# ruff: noqa: N803 (shape suffixes are capitals)
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Documents"]
+__all__ = ["Documents", "dense_mask", "visible"]
 
 
 @dataclass(eq=False)  # not frozen: Lightning's precisions, which convert batches, could not modify it
@@ -32,14 +33,11 @@ class Documents:
         """Create it from ``ids`` [batch, seq]: a document is a run of equal numbers in one row.
 
         Raises:
-            TypeError: If ``ids`` is not a tensor.
             ValueError: If ``ids`` is not [batch, seq].
         """
-        _check_tensor("ids", ids, floats=True)
         if ids.dim() != 2:
             raise ValueError(
-                f"Document ids of shape {tuple(ids.shape)} were given."
-                " They are [batch, seq], one for each token, so that rows can be distinguished."
+                f"Document ids of shape {tuple(ids.shape)} are not [batch, seq]."
                 " Use ids.unsqueeze(0) for a single sequence."
             )
         starts = torch.ones_like(ids, dtype=torch.bool)
@@ -52,28 +50,19 @@ class Documents:
         """Create it from ``cu_seqlens`` [documents + 1], boundaries in the concatenated rows of ``batch * seq`` tokens.
 
         Raises:
-            TypeError: If ``cu_seqlens`` is not an integer tensor.
             ValueError: If the boundaries do not increase from 0 to ``batch * seq``, or a document crosses the end of a
                 row.
         """
-        _check_tensor("cu_seqlens", cu_seqlens)
-        if cu_seqlens.dim() != 1 or not len(cu_seqlens):
-            raise ValueError(
-                f"cu_seqlens of shape {tuple(cu_seqlens.shape)} were given."
-                " They are one row of boundaries, [documents + 1], in the rows of the batch laid end to end."
-                " Lay those of single rows end to end: add to each what lies before its row."
-            )
         cu_seqlens = cu_seqlens.long()  # an index; uint8 would be a mask
         starts = torch.zeros(batch * seq + 1, dtype=torch.bool, device=cu_seqlens.device)
         starts[cu_seqlens.clamp(0, batch * seq)] = True
         rows = torch.arange(batch + 1, device=cu_seqlens.device) * seq
-        ends = int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == batch * seq
+        ends = cu_seqlens[:1].tolist() == [0] and cu_seqlens[-1:].tolist() == [batch * seq]
         if not (ends and bool(starts[rows].all()) and bool((cu_seqlens.diff() >= 0).all())):
             raise ValueError(
-                f"cu_seqlens from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])} do not cut {batch} rows of {seq} tokens"
-                " into documents."
-                " They are boundaries in the rows laid end to end, in order, and every row's end is one of them."
-                f" Let them rise from 0 to {batch * seq}, and cut documents at the end of a row."
+                f"cu_seqlens of shape {tuple(cu_seqlens.shape)} do not cut {batch} rows of {seq} tokens into documents."
+                f" They are boundaries in the concatenated rows, rising from 0 to {batch * seq}, and every row's end is"
+                " one of them."
             )
         return cls._from(starts[:-1].unflatten(0, (batch, seq)), cu_seqlens)
 
@@ -94,12 +83,38 @@ class Documents:
         return Documents(self.ids.pin_memory(), self.cu_seqlens.pin_memory(), self.max_seqlen)
 
 
-def _check_tensor(name: str, given: object, *, floats: bool = False) -> None:
-    if isinstance(given, Tensor) and (floats or not given.is_floating_point()):
-        return
-    kind = f"tensor of {str(given.dtype).removeprefix('torch.')}" if isinstance(given, Tensor) else type(given).__name__
-    raise TypeError(
-        f"Documents were asked for with {name} that are a {kind}."
-        " They are whole numbers in a tensor, on the device of the tokens."
-        f" Use torch.tensor({name}) of a list, or {name}.long()."
-    )
+def visible(
+    query: Tensor,
+    key: Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    query_id: Tensor | None = None,
+    key_id: Tensor | None = None,
+) -> Tensor:
+    """Return whether the query at position ``query`` sees the key at position ``key``; all arguments broadcast.
+
+    Causal: no key after the query. Window: only keys less than ``window`` positions away. Documents: only keys of the
+    query's document.
+    """
+    seen = (query >= key) if causal else torch.ones_like(query >= key)
+    if window is not None:
+        seen = seen & (query - key < window)
+        if not causal:
+            seen = seen & (key - query < window)
+    if query_id is not None and key_id is not None:
+        seen = seen & (query_id == key_id)
+    return seen
+
+
+def dense_mask(
+    seq_q: int, seq_k: int, *, causal: bool, window: int | None, ids_BS: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Return `visible` for all pairs, bool [batch or 1, 1, seq_q, seq_k], or None if every key is visible."""
+    if not causal and window is None and ids_BS is None:
+        return None
+    query = torch.arange(seq_q, device=device).view(1, 1, seq_q, 1)
+    key = torch.arange(seq_k, device=device).view(1, 1, 1, seq_k)
+    query_id = None if ids_BS is None else ids_BS[:, None, :, None]
+    key_id = None if ids_BS is None else ids_BS[:, None, None, :]
+    return visible(query, key, causal=causal, window=window, query_id=query_id, key_id=key_id)

@@ -2,14 +2,12 @@ import time
 from threading import Event, Thread
 
 import pytest
-import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ups._compat.torch.flags import allowed_attention
-from lightning_ups.kernels.attention import routed_attention, routing
-from lightning_ups.kernels.attention.backends import sdpa
-from lightning_ups.kernels.attention.backends.sdpa import TORCH_BACKENDS, torch_attention
+from lightning_ups.kernels.attention import routed_attention, routing, sdpa
+from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, torch_attention
 from tests.kernels.attention.cases import Case
 
 
@@ -38,12 +36,6 @@ def test_the_kernel_asked_for_runs(backend, operator, window):
 def test_none_other_runs_in_its_place():
     with pytest.raises(RuntimeError, match=r"No (available kernel|viable backend)"):
         torch_attention(*Case("").tensors(), backend="cudnn", causal=True, window=None, documents=None, scale=1.0)
-
-
-def test_the_choice_of_kernel_is_put_back():
-    before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
-    torch_attention(*Case("").tensors(), backend="flash", causal=True, window=None, documents=None, scale=1.0)
-    assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()) == before
 
 
 @pytest.mark.parametrize("routed", [False, True])

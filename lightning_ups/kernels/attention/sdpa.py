@@ -12,9 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ups._compat.torch.flags import allowed_attention
 from lightning_ups._compat.torch.tensors.attention import flash2_packed, scaled_dot_product_attention
-from lightning_ups.kernels.attention.documents import Documents
-from lightning_ups.kernels.attention.kind import constant
-from lightning_ups.kernels.attention.mask import dense_mask
+from lightning_ups.kernels.attention.masks import Documents, dense_mask
+from lightning_ups.kernels.attention.support import constant
 
 __all__ = ["TORCH_BACKENDS", "TorchBackend", "allowed", "only", "torch_attention"]
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lightning_ups._compat.torch.tensors.attention import unfused_flex_allowed
-from lightning_ups.kernels.attention.documents import Documents
-from lightning_ups.kernels.attention.mask import visible
+from lightning_ups.kernels.attention.masks import Documents, visible
 
 __all__ = ["BLOCK", "block_mask", "flex"]
 
@@ -65,7 +64,7 @@ def flex(
 
 
 def block_mask(seq: int, *, causal: bool, window: int | None, ids_BS: Tensor | None, device: torch.device) -> BlockMask:
-    """Return the block mask of `mask.visible` for ``seq`` tokens; ``ids_BS`` must not decrease along a row."""
+    """Return the block mask of `masks.visible` for ``seq`` tokens; ``ids_BS`` must not decrease along a row."""
     num_blocks = -(-seq // BLOCK)
     first = torch.arange(num_blocks, device=device) * BLOCK
     last = (first + BLOCK - 1).clamp(max=seq - 1)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 
-from lightning_ups.kernels.attention import Documents
+from lightning_ups.kernels.attention.masks import Documents, dense_mask
 
 
 def test_ids_and_boundaries_say_the_same():
@@ -55,27 +55,34 @@ def test_boundaries_of_any_whole_type_are_the_same(dtype):
     assert documents.ids.tolist() == [[0, 1, 1, 1], [2, 2, 3, 3]]
 
 
-def test_what_is_no_tensor_of_whole_numbers_is_refused():
-    with pytest.raises(TypeError, match=r"cu_seqlens that are a list.*torch\.tensor\(cu_seqlens\)"):
-        Documents.from_cu_seqlens([0, 5, 10], batch=2, seq=5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"tensor of float32.*cu_seqlens\.long\(\)"):
-        Documents.from_cu_seqlens(torch.tensor([0.0, 5.0]), batch=1, seq=5)
-    with pytest.raises(TypeError, match="ids that are a list"):
-        Documents.from_ids([[0, 0, 1]])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("shape", [(0,), (1, 3)])
-def test_boundaries_are_one_row(shape):
-    with pytest.raises(ValueError, match="Lay those of single rows end to end"):
-        Documents.from_cu_seqlens(torch.zeros(shape, dtype=torch.int64), batch=1, seq=5)
-
-
-@pytest.mark.parametrize("boundaries", [[0, 3, 7, 10], [0, 5], [1, 5, 10], [0, 5, 11], [0, 4, 2, 5, 10]])
+@pytest.mark.parametrize(
+    "boundaries", [[0, 3, 7, 10], [0, 5], [1, 5, 10], [0, 5, 11], [0, 4, 2, 5, 10], [], [[0, 5, 10]]]
+)
 def test_boundaries_that_cut_no_rows_are_refused(boundaries):
-    with pytest.raises(ValueError, match="cut documents at the end of a row"):
+    with pytest.raises(ValueError, match="cu_seqlens of shape"):
         Documents.from_cu_seqlens(torch.tensor(boundaries), batch=2, seq=5)
 
 
 def test_ids_of_one_sequence_are_refused():
     with pytest.raises(ValueError, match="unsqueeze"):
         Documents.from_ids(torch.zeros(4))
+
+
+def test_no_mask_where_all_is_seen():
+    assert dense_mask(4, 4, causal=False, window=None, ids_BS=None, device=torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "ids", "wanted"),
+    [
+        (True, None, None, ["x...", "xx..", "xxx.", "xxxx"]),
+        (True, 2, None, ["x...", "xx..", ".xx.", "..xx"]),
+        (False, 2, None, ["xx..", "xxx.", ".xxx", "..xx"]),
+        (False, None, [0, 0, 1, 1], ["xx..", "xx..", "..xx", "..xx"]),
+        (True, 2, [0, 1, 1, 1], ["x...", ".x..", ".xx.", "..xx"]),
+    ],
+)
+def test_what_is_seen(causal, window, ids, wanted):
+    rows = None if ids is None else torch.tensor([ids])
+    mask = dense_mask(4, 4, causal=causal, window=window, ids_BS=rows, device=torch.device("cpu"))
+    assert ["".join("x" if seen else "." for seen in row) for row in mask[0, 0].tolist()] == wanted

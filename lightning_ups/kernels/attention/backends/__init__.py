@@ -1,1 +1,0 @@
-"""The backends of attention."""
