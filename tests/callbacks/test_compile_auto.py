@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -16,7 +17,7 @@ from lightning_ups.callbacks import Compile, OptimizerOffload
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision
 from lightning_ups.transforms.compile.compiler import Compiled
-from lightning_ups.transforms.compile.cuda_graphs import OwnGradients
+from lightning_ups.transforms.compile.cuda_graphs import OwnGradients, Slot
 from tests import backends
 from tests.clocks import FixedClock, HostClock
 from tests.toys import trainer
@@ -215,6 +216,23 @@ class Layers(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Lbfgs(Layers):
+    """Goes forward and backward several times in each step."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0)
+
+
+def test_when_a_step_goes_forward_again_nothing_is_left_in_memory_of_the_graphs(tmp_path, monkeypatch):
+    expected = plain(tmp_path, monkeypatch, module=Lbfgs)
+    actual = run(tmp_path, monkeypatch, asked(), module=Lbfgs)
+    assert actual["state"] == expected["state"]
+    torch.compiler.reset()
+    run(tmp_path, monkeypatch, asked(backend="ups_modes_watched"), module=Lbfgs)
+    assert len(backends.ALIVE) > 20
+    assert not any(backends.ALIVE)
+
+
 @pytest.mark.parametrize("mode", ["auto", "reduce-overhead"])
 @pytest.mark.parametrize(
     ("options", "copied"),
@@ -265,6 +283,63 @@ def test_gradients_that_a_forward_in_inference_mode_has_moved_can_be_written_to(
     actual = run(tmp_path, monkeypatch, auto(mode=mode), clock=FixedClock(6.1, 5.2), **options)
     assert len(backends.RECORDED) > 16
     assert actual == expected
+
+
+class NoRoom(Layers):
+    """Meets its limit where an optimizer makes its state."""
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        if len(self.grads) == 2:
+            raise torch.OutOfMemoryError("no room for state")
+
+
+def test_after_an_error_no_memory_is_asked_for(tmp_path, monkeypatch):
+    model, moved, take = NoRoom(), [], OwnGradients.take
+    monkeypatch.setattr(OwnGradients, "take", lambda self: moved.append(len(model.grads)) or take(self))
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        trainer(tmp_path, callbacks=[asked()], epochs=1).fit(model, rows(20, 4))
+    assert moved == [1]  # when the second step began
+
+
+class Beside(Callback):
+    """Trains a model that is equal to the one in training, between two batches that are accumulated."""
+
+    def __init__(self, compile_, tmp_path):
+        self.compile, self.tmp_path = compile_, tmp_path
+
+    def on_train_batch_end(self, lightning, pl_module, outputs, batch, batch_idx):
+        with torch.random.fork_rng():
+            other = Layers()
+            trainer(self.tmp_path, callbacks=[self.compile], epochs=1).fit(other, rows(4, 4, seed=9))
+
+
+def test_a_run_inside_another_leaves_its_gradients_alone(tmp_path, monkeypatch):
+    options = {"module": Layers, "accumulate_grad_batches": 2, "epochs": 1, "val_check_interval": 1.0}
+    expected = plain(tmp_path, monkeypatch, **options)
+    compile_ = asked()
+    actual = run(tmp_path, monkeypatch, compile_, callbacks=[Beside(compile_, tmp_path)], **options)
+    assert actual["grads"] == expected["grads"]
+
+
+def test_without_copies_what_is_kept_would_be_overwritten(tmp_path, monkeypatch):
+    expected = plain(tmp_path, monkeypatch)
+    replay = Slot.run
+
+    def as_it_is(slot, run, args):
+        slot._positions = []
+        return replay(slot, run, args)
+
+    monkeypatch.setattr(Slot, "run", as_it_is)
+    actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
+    assert actual["kept"] != expected["kept"]
+
+
+def test_without_own_gradients_accumulation_would_be_wrong(tmp_path, monkeypatch):
+    expected = plain(tmp_path, monkeypatch, accumulate_grad_batches=2)
+    monkeypatch.setattr("lightning_ups.transforms.compile.cuda_graphs.OwnGradients.take", lambda self: None)
+    actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2), accumulate_grad_batches=2)
+    assert actual["grads"] != expected["grads"]
 
 
 def test_other_sizes_run_without_a_recording_and_are_never_recorded(tmp_path, monkeypatch):
@@ -426,6 +501,15 @@ def test_recordings_that_grow_are_given_up(tmp_path, monkeypatch, reports):
     assert "recorded anew" in lines(reports[0])[-1]
 
 
+def test_that_nothing_is_recorded_is_said(tmp_path, monkeypatch, reports):
+    monkeypatch.setattr(Recording, "count", 0)
+    with pytest.warns(UserWarning, match="inductor records none: nothing of the model can be recorded"):
+        run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
+    assert lines(reports[0])[-1].startswith(
+        "mode auto: default, since CUDA graphs were given up: inductor records none"
+    )
+
+
 def test_outputs_that_take_long_to_copy_forbid_graphs(tmp_path, monkeypatch, reports):
     monkeypatch.setattr("lightning_ups.transforms.compile.mode.COPY_MS", 1.0)
     run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
@@ -581,6 +665,19 @@ def test_a_model_in_parts_stays_compiled_only_if_whole_steps_are_faster(tmp_path
     assert len(model.core(torch.ones(3, 4))) == 3
 
 
+def test_cli_takes_it_and_refuses_others(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "trainer:\n  accelerator: cpu\n  logger: false\n  callbacks:\n"
+        "    - class_path: lightning_ups.callbacks.Compile\n      init_args: {scope: auto, mode: auto}\n"
+    )
+    cli = LightningCLI(Keeper, run=False, args=["--config", str(config)], save_config_callback=None)
+    (callback,) = [c for c in cli.trainer.callbacks if isinstance(c, Compile)]
+    assert (callback.chooses_mode, callback.replays_cuda_graphs, callback.compiler.mode) == (True, False, "default")
+    with pytest.raises(ValueError, match=r"mode='automatic'.*Use one of \('default', .*'auto'\)"):
+        Compile(mode="automatic")
+
+
 class Returned(Keeper):
     """Keeps what the model returns, and not what it puts aside."""
 
@@ -624,6 +721,19 @@ def test_torch_tells_steps_by_itself_again_after_a_run(tmp_path, monkeypatch):
     run(tmp_path, monkeypatch, asked(), module=lambda: module)
     assert len({*marks}) == len(marks) > 1
     assert trees.MarkStepBox.mark_step_counter == 0
+
+
+class KeepsLosses(Returned):
+    def training_step(self, batch, index):
+        self.kept.append(loss := super().training_step(batch, index))  # with the graph that it came by
+        return loss
+
+
+@pytest.mark.parametrize("module", [Returned, KeepsLosses, Skips])
+def test_what_has_no_late_backward_is_no_error(tmp_path, monkeypatch, module):
+    monkeypatch.setattr("lightning_ups.callbacks.compile._records", lambda device: True)
+    options = {"module": module, "accumulate_grad_batches": 2}
+    run(tmp_path, monkeypatch, asked(), **options)
 
 
 def test_graphs_that_are_asked_for_say_which_outputs_are_too_large_to_copy(tmp_path, monkeypatch):
@@ -690,6 +800,12 @@ def test_what_was_asked_for_is_not_measured(tmp_path, monkeypatch, options):
     group = facts_of_group(tmp_path, monkeypatch, Compile(backend="ups_slow", **options), HostClock())
     assert group["gain"] is None
     assert group["eager"] == {}
+
+
+def test_what_replays_cuda_graphs_is_not_measured(tmp_path, monkeypatch):
+    group = facts_of_group(tmp_path, monkeypatch, auto(scope="auto"), FixedClock(6.1, 5.2))
+    assert backends.RECORDED
+    assert group["gain"] is None
 
 
 class Wide(nn.Module):

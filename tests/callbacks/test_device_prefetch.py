@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ups._compat.torch.device import Kernels
-from lightning_ups.callbacks import AccelerationFlags, DevicePrefetch, ExactResume, TokenThroughput
+from lightning_ups.callbacks import AccelerationFlags, DevicePrefetch, ExactResume, RunManifest, TokenThroughput
 from lightning_ups.callbacks import device_prefetch as module_under_test
 from lightning_ups.order import applied
 from lightning_ups.transforms.prefetch import lane_for
@@ -203,6 +203,22 @@ class Hooked(Noisy):
         return batch + torch.rand(())
 
 
+class HookedData(LightningDataModule):
+    def __init__(self, hook, **options):
+        super().__init__()
+        self.options = options
+
+        def called(*args):
+            random.random()
+            return getattr(LightningDataModule, hook)(self, *args)
+
+        called.__code__ = called.__code__.replace(co_name=hook)
+        self.__class__ = type("HookedData", (HookedData,), {hook: lambda self, *args: called(*args)})
+
+    def train_dataloader(self):
+        return DataLoader(Rows(), batch_size=4, shuffle=True, **self.options)
+
+
 @pytest.mark.parametrize("early", [True, False], ids=["early copies", "late copies"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_modules_hooks_keep_their_places(tmp_path, lane, workers, early):
@@ -213,6 +229,16 @@ def test_the_modules_hooks_keep_their_places(tmp_path, lane, workers, early):
     assert ours.said == plain.said
     assert ours.said[:3] == ["before", "transfer", "after"]
     assert "join" in lane.said
+
+
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"])
+def test_the_datamodules_hooks_keep_their_places(tmp_path, lane, hook):
+    plain = fit(tmp_path, HookedData(hook, num_workers=1), [])
+    ours = fit(tmp_path, HookedData(hook, num_workers=1), [DevicePrefetch(min_kb=0), Order(lane)])
+    assert ours.losses == plain.losses
+    first_copy = order_of(lane).index("copy")
+    is_ahead = order_of(lane)[first_copy + 1] == "backward"
+    assert is_ahead == (hook == "on_after_batch_transfer")
 
 
 class Nested(Net):
@@ -262,6 +288,36 @@ def test_a_run_resumes_amid_an_epoch_with_the_same_losses(tmp_path, lane, loader
         again = run(f"again {step}", ckpt_path=tmp_path / "whole" / f"step={step}.ckpt", seed=99)
         assert again == whole[step:], step
     assert "copy" in lane.said
+
+
+def test_a_checkpoint_knows_nothing_of_what_was_read_ahead(tmp_path, lane):
+    class Positions(Callback):
+        def __init__(self):
+            self.found = []
+
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            (state,) = checkpoint["lightning_ups.resume"]["ranks"]
+            loops = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            self.found.append((state["taken"], str(state["loaders"]), str(state["random"]), str(loops)))
+
+    def positions(*callbacks):
+        seen = Positions()
+        fit(
+            tmp_path,
+            stock(shuffle=True, num_workers=1),
+            [ExactResume(), *callbacks, seen, ModelCheckpoint(tmp_path / "c", every_n_train_steps=1)],
+            enable_checkpointing=True,
+        )
+        return seen.found
+
+    assert positions(DevicePrefetch(min_kb=0)) == positions()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_the_place_beside_exact_resume_in_the_list_does_not_matter(tmp_path, lane, first):
+    pair = [DevicePrefetch(min_kb=0), ExactResume()]
+    loader = stock(shuffle=True, num_workers=1)
+    assert fit(tmp_path, loader, pair if first else pair[::-1]).losses == fit(tmp_path, loader, []).losses
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -394,6 +450,15 @@ def test_what_took_effect_is_said_once_and_reported(tmp_path, lane, said, loader
     assert facts["tensors"]["ahead"] > 0 or not facts["read_ahead"]
 
 
+@pytest.mark.parametrize("beside", [(), (AccelerationFlags(tf32=False),)], ids=["alone", "beside a step"])
+def test_it_is_in_the_manifest(tmp_path, lane, beside):
+    manifest = RunManifest()
+    callbacks = [manifest, *beside, DevicePrefetch(min_kb=0)]
+    fit(tmp_path, stock(num_workers=1), callbacks, max_epochs=1)
+    part = manifest.manifest["report"]["DevicePrefetch"]
+    assert part["tensors"] == {"ahead": 5, "beside": 0, "plain": 1, "unused": 0, "unpinned": 0}
+
+
 def test_batches_that_are_not_pinned_are_told_of_once(tmp_path, lane):
     lane.pinned = False
     with pytest.warns(UserWarning, match=r"Give the training DataLoader pin_memory=True\.$") as caught:
@@ -418,6 +483,12 @@ def test_a_negative_size_is_refused():
         DevicePrefetch(min_kb=-1)
     with pytest.raises(ValueError, match=r"Use a finite number, 0 or more\.$"):
         DevicePrefetch(min_kb=float("nan"))
+
+
+@pytest.mark.parametrize(("arguments", "cure"), [({"min_kb": "64"}, "Use a number")])
+def test_an_argument_of_another_kind_is_refused(arguments, cure):
+    with pytest.raises(TypeError, match=cure):
+        DevicePrefetch(**arguments)
 
 
 # What it costs

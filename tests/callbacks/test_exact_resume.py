@@ -208,6 +208,22 @@ def test_a_loader_that_has_ended_may_be_resumed_twice_and_its_batches_counted_on
     assert third == whole[160:]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_loader_that_had_ended_and_goes_on_now_is_told(tmp_path):
+    def loader(rows):
+        return CombinedLoader([DataLoader(rows, batch_size=4), stock()()], "max_size")
+
+    run(tmp_path, lambda: loader(Rows(8)), kind=Several)
+    with pytest.warns(UserWarning, match="does not give the samples that it gave before the checkpoint"):
+        run(
+            tmp_path,
+            lambda: loader(Rows(12)),
+            ckpt_path=tmp_path / "c" / "step=4.ckpt",
+            folder="again",
+            kind=Several,
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("step", [3, 4, 7])
@@ -331,6 +347,20 @@ def test_a_loader_that_ends_before_the_others_on_every_rank(ranks, tmp_path):
     assert ranks(of_a_loader_that_ends_under_ddp, tmp_path) == ([True] * 4, True)
 
 
+def of_trials_under_ddp(path):
+    warnings.simplefilter("ignore")
+    options = {"strategy": "ddp", "devices": 2, "kind": Tuned, "max_epochs": 2}
+    runs = []
+    for ours in ([], [ExactResume()]):
+        tuner = FindsAtAnEpoch(num_training_steps=3)
+        runs.append(run(path, lambda: None, callbacks=[tuner, *ours], folder=f"{len(runs)}", **options))
+    return runs[0] == runs[1], len(runs[0])
+
+
+def test_trials_of_values_on_every_rank(ranks, tmp_path):
+    assert ranks(of_trials_under_ddp, tmp_path) == (True, 6)
+
+
 def under_another_global_seed(path, step, policy, options):
     warnings.simplefilter("ignore")
     options = {"strategy": "ddp", "devices": 2, "callbacks": [ExactResume(on_unreplayable=policy)], **options}
@@ -409,6 +439,19 @@ def test_a_checkpoint_of_a_run_without_it(tmp_path, loader, step):
     assert resumed == first[2:]
 
 
+@pytest.mark.parametrize("loader", [stock(shuffle=False), lambda: DataLoader(Streamed(), batch_size=4)])
+@pytest.mark.filterwarnings("ignore:A resumed run may")
+def test_a_checkpoint_of_a_run_without_it_at_the_end_of_an_epoch(tmp_path, loader):
+    run(tmp_path, loader, callbacks=[], max_epochs=2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        first = run(tmp_path, loader, ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again")
+    assert any("has no position in the data" in str(each.message) for each in said)
+    assert len(first) == 12
+    resumed = run(tmp_path, loader, ckpt_path=tmp_path / "again" / "step=8.ckpt", folder="third", seed=99)
+    assert resumed == first[2:]
+
+
 def test_a_checkpoint_of_a_run_without_it_may_be_refused(tmp_path):
     run(tmp_path, stock(), callbacks=[], max_epochs=1)
     refusing = [ExactResume(on_unreplayable="refuse")]
@@ -439,6 +482,17 @@ def test_a_run_resumed_at_the_end_of_an_epoch_may_be_resumed_again(tmp_path):
     run(tmp_path, stock(), ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again")
     third = run(tmp_path, stock(), ckpt_path=tmp_path / "again" / "step=8.ckpt", folder="third", seed=99)
     assert third == whole[8:]
+
+
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_the_epoch_after_the_one_that_ended_may_have_more_batches_or_fewer(tmp_path, batch_size):
+    run(tmp_path, stock(), max_epochs=1)
+
+    def other():
+        return DataLoader(Rows(), batch_size=batch_size, shuffle=True)
+
+    resumed = run(tmp_path, other, ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again", max_epochs=2)
+    assert len(resumed) == len(other())
 
 
 class AtEnd(ModelCheckpoint):
@@ -536,6 +590,16 @@ class CountedSteps(Callback):
 
     def on_train_batch_start(self, *_):
         self.steps += 1
+
+
+@pytest.mark.filterwarnings("ignore:A resumed run may")
+def test_a_position_that_was_loaded_is_known_when_loaders_are_made_anew(tmp_path):
+    options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    run(tmp_path, stock(), **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(tmp_path, stock(), ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again", **options)
+    assert not any("has no position" in str(each.message) for each in said)
 
 
 class Tuned(Noisy):

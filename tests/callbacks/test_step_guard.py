@@ -107,6 +107,12 @@ def test_running_statistics_are_those_of_the_run_without_the_batch(tmp_path, kin
     assert all(map(torch.equal, guarded.state_dict().values(), without.state_dict().values()))
 
 
+def test_without_the_guard_the_run_is_lost(tmp_path):
+    module = Bad([5])
+    fit(tmp_path, module)
+    assert not all(p.isfinite().all() for p in module.parameters())
+
+
 @pytest.mark.parametrize("skip_on", ["device", "host"])
 def test_gradients_are_watched_where_the_loss_is_finite(tmp_path, skip_on):
     class Infinite(Bad):
@@ -212,12 +218,26 @@ class Recipe(Bad):
             optimizer_closure()
 
 
+class Accumulates(Recipe):
+    """Keeps the gradients of the batches in between, and so divides nothing by their number."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
 def test_a_bad_batch_whose_gradients_are_discarded_is_of_no_step(tmp_path):
     guarded, without = Recipe([8]), Bad()
     fit(tmp_path, guarded, guard := StepGuard(gradients=False))
     fit(tmp_path, without, data=batches(without=range(0, 24, 2)))
     assert not guard.events
     assert same(guarded, without)
+
+
+def test_a_bad_batch_whose_gradients_are_kept_by_the_module_is_of_their_step(tmp_path):
+    fit(tmp_path, module := Accumulates([8]), guard := StepGuard(gradients=False))
+    assert [(event.step, event.batch) for event in guard.events] == [(9, 9)]
+    assert all(p.isfinite().all() for p in module.parameters())
 
 
 class Huge(Bad):
@@ -237,6 +257,16 @@ def test_float64_is_judged_in_float64(tmp_path, kind):
     fit(tmp_path, plain, data=without, precision="64-true")
     assert [(event.step, event.kind) for event in guard.events] == [(5, "nonfinite")]
     assert same(guarded, plain)
+
+
+def test_a_loss_of_float64_is_judged_so_beside_weights_of_float32(tmp_path):
+    class Mixed(Bad):
+        def training_step(self, batch, index):
+            return super().training_step(batch, index).double() + (1e41 if index == 12 else 1e40)
+
+    fit(tmp_path, Mixed(), guard := StepGuard(warmup_steps=4))
+    assert [(event.step, event.kind) for event in guard.events] == [(12, "spike")]
+    assert "the loss is 1e+41, a spike above" in guard.events[0].what
 
 
 def test_spikes_are_skipped(tmp_path):
@@ -396,6 +426,13 @@ def test_rolling_back_restricts_loading_like_fit(tmp_path, monkeypatch, asked):
     assert told == [(old.name, asked)] * 2, "somebody else may have written it"
 
 
+def test_a_spike_goes_back_too(tmp_path):
+    guarded, without = Bad([18], factor=1e4), Bad()
+    fit(tmp_path, guarded, StepGuard(on_spike="rollback", warmup_steps=8, sigmas=8.0), callbacks=[saving(tmp_path)])
+    fit(tmp_path, without, data=batches(without=[16, 17, 18]))
+    assert same(guarded, without)
+
+
 def test_masters_go_back(tmp_path):
     guarded, without = Bad([10]), Bad()
     guard = StepGuard(on_nonfinite="rollback")
@@ -433,6 +470,22 @@ def test_a_checkpoint_of_a_stretch_that_was_undone_is_never_taken(tmp_path):
     assert all(p.isfinite().all() for p in module.parameters())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_that_was_saved_again_is_the_newer_one(tmp_path):
+    """As last.ckpt is, which holds the bad step where the verdict is late."""
+
+    class Late(Callback):
+        def on_train_start(self, trainer, module):
+            guard._verdicts.late = 2
+
+    guard, module = StepGuard(on_nonfinite="rollback"), Bad([7])
+    keeps = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, save_last=True)
+    fit(tmp_path, module, guard, callbacks=[keeps, Late()])
+    (event,) = guard.events
+    assert "were restored to step 6" in event.done
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
 class UnfreezesLate(BaseFinetuning):
     """Unfreezes the blocks at the beginning of the second epoch, in a group of parameters of their own."""
 
@@ -465,6 +518,25 @@ def test_checkpoints_from_before_parameters_were_unfrozen_are_passed_over(tmp_pa
     options = {"callbacks": [UnfreezesLate(), saving(tmp_path, every=5)], "plugins": plugins(), "max_epochs": 2}
     with pytest.raises(RuntimeError, match=r"Step 24 .*other parameter groups.*just after parameters are unfrozen"):
         fit(tmp_path, Finetuned([24]), StepGuard(on_nonfinite="rollback"), **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_from_a_checkpoint_may_go_back_to_that_before_it_unfreezes(tmp_path):
+    fit(tmp_path, Finetuned(), callbacks=[UnfreezesLate(), saving(tmp_path, every=26)], max_epochs=2)
+    (path,) = (tmp_path / "saved").glob("*.ckpt")
+    guard = StepGuard(on_nonfinite="rollback")
+    made = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[guard, UnfreezesLate(), saving(tmp_path, every=1000)],
+    )
+    made.fit(Finetuned([27]), batches(), ckpt_path=path, weights_only=False)
+    assert "were restored to step 26" in guard.events[0].done
 
 
 def test_loggers_get_the_number_of_each_kind(tmp_path):
@@ -545,6 +617,11 @@ def test_a_run_that_ends_amid_a_bad_step_leaves_the_optimizer_able_to_step(tmp_p
     module.bad = set()
     fit(tmp_path, module)
     assert not any(map(torch.equal, before, module.parameters()))
+
+
+def test_saves_are_followed_only_while_fit_runs(tmp_path):
+    made = fit(tmp_path, Bad(), StepGuard(on_nonfinite="rollback"), callbacks=[saving(tmp_path)])
+    assert "save_checkpoint" not in vars(made.strategy)
 
 
 # Refusals
