@@ -200,6 +200,17 @@ class Noted(Callback):
         Noted.seen.append((self.note, trainer, pl_module))
 
 
+class Telling(Callback):
+    """Prints how far each process has trained."""
+
+    def __init__(self, of: str):
+        self.of = of
+
+    def on_train_end(self, trainer, pl_module):
+        where = f"step {trainer.global_step} rank {trainer.global_rank} of {trainer.world_size}"
+        print(f"TRAINED {self.of} {where}\n", end="", flush=True)
+
+
 class Replacing(SingleDeviceStrategy):
     """Replaces every parameter in setup, as sharding does, before optimizers are made."""
 

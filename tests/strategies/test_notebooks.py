@@ -37,19 +37,19 @@ print(f"ENDED {trainer.global_step} {trainer.world_size}\\n", end="")
 """
 
 
-def _outside_a_group():
+def outside_a_group():
     """Return the environment without what a test of several processes has left in it."""
     names = ("MASTER_", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "TORCHELASTIC")
     return {name: value for name, value in os.environ.items() if not name.startswith(names)}
 
 
-def run(folder, *cells):
+def run_cells(folder, *cells):
     """Run cells in a shell of their own, and return what they print."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SHELL],
         input=json.dumps(cells),
         cwd=folder,
-        env={**_outside_a_group(), "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder / "ipython")},
+        env={**outside_a_group(), "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder / "ipython")},
         capture_output=True,
         text=True,
         check=False,
@@ -63,7 +63,7 @@ def test_cells_of_the_page_train_on_one_device_and_train_again(tmp_path):
     page = [*blocks((ROOT / "docs/notebooks.md").read_text(), "python")]
     last = "print('LAST', trainer.global_step, type(trainer.strategy).__name__)"
     simple = "from lightning_ups.strategies import *; trainer = L.Trainer(strategy=SimpleFSDPStrategy(), devices=1)"
-    out = run(tmp_path, *page, *page, last, simple, last)
+    out = run_cells(tmp_path, *page, *page, last, simple, last)
     assert "ERROR" not in out, out
     assert out.count("HTML object") == len([*tmp_path.rglob("report.html")]) == 2
     assert "\nLAST 16 FSDP2Strategy\n" in out
@@ -71,7 +71,7 @@ def test_cells_of_the_page_train_on_one_device_and_train_again(tmp_path):
 
 
 def test_several_devices_are_refused_with_cells_that_train_when_pasted(tmp_path):
-    out = run(tmp_path, MODEL, FIT, f"%%writefile train.py\n{MODEL}{FIT}", f"!{sys.executable} train.py")
+    out = run_cells(tmp_path, MODEL, FIT, f"%%writefile train.py\n{MODEL}{FIT}", f"!{sys.executable} train.py")
     error = out.partition("\nERROR ")[2].partition("\nWriting ")[0]
     assert error.startswith("ValueError: FSDP2Strategy ")
     assert "%%writefile train.py\n" in error

@@ -1,0 +1,103 @@
+"""Ways to start a run x strategies: it trains two steps on two devices, or is refused with what to write instead."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.command import run as config
+from tests.strategies.test_notebooks import ROOT, outside_a_group, run_cells
+from tests.strategies.test_two_nodes import free_port
+
+STRATEGIES = ("auto", "fsdp2", "simple_fsdp")
+SCRIPT = """
+import sys
+import lightning_ups
+from lightning.pytorch import Trainer
+from tests.cli_toys import Data, Telling, Toy
+
+def train(strategy, devices=2):
+    options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    try:
+        trainer = Trainer(
+            accelerator="cpu", strategy=strategy, devices=devices, max_steps=2, callbacks=[Telling(strategy)], **options
+        )
+        trainer.fit(Toy(), Data(16))
+    except ValueError as error:
+        print(f"REFUSED {strategy} {devices} {error!r}\\n", end="", flush=True)
+
+for each in sys.argv[1:]:
+    name, _, devices = each.partition("=")
+    train(name, int(devices or 2))
+"""
+ALL = [*STRATEGIES, "fsdp2=1", "simple_fsdp=1"]  # in one process, which is to start with as many as two devices
+
+
+def printed(folder, *commands):
+    """Return what programs print that run at the same time, each a command and its environment."""
+    env = outside_a_group() | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    options = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    programs = [subprocess.Popen([sys.executable, *words], env=env | more, **options) for words, more in commands]
+    told = [program.communicate(timeout=250) for program in programs]
+    assert [program.returncode for program in programs] == [0] * len(programs), told
+    return "".join(out for out, _ in told)
+
+
+def script(folder):
+    return printed(folder, *((["train.py", strategy], {}) for strategy in STRATEGIES))
+
+
+def cli(folder):
+    def command(strategy):
+        telling = {"class_path": "tests.cli_toys.Telling", "init_args": {"of": strategy}}
+        trainer = {"strategy": strategy, "devices": 2, "max_steps": 2, "callbacks": [telling], "logger": False}
+        tree = config(data={"class_path": "tests.cli_toys.Data", "init_args": {"size": 16}}, trainer=trainer)
+        (folder / f"{strategy}.yaml").write_text(yaml.safe_dump(tree))
+        return ["-m", "lightning_ups", "fit", "--config", f"{strategy}.yaml"], {}
+
+    return printed(folder, *map(command, STRATEGIES))
+
+
+def notebook(folder):
+    return run_cells(folder, SCRIPT, *(f"train('{name}', {devices})" for name in STRATEGIES for devices in (2, 1)))
+
+
+def torchrun(folder):
+    words = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "train.py"]
+    return printed(folder, ([*words, *ALL], {}))
+
+
+def slurm(folder):
+    def task(rank):
+        given = {"NTASKS": 2, "NTASKS_PER_NODE": 2, "NNODES": 1, "JOB_ID": 7, "JOB_NAME": "train"}
+        given |= {"PROCID": rank, "LOCALID": rank, "NODEID": 0, "JOB_NODELIST": "localhost"}
+        return ["train.py", *ALL], {f"SLURM_{name}": str(value) for name, value in given.items()} | {
+            "MASTER_PORT": port
+        }
+
+    port = str(free_port())
+    return printed(folder, task(0), task(1))
+
+
+@pytest.fixture(scope="module", params=[script, cli, notebook, torchrun, slurm], ids=lambda launcher: launcher.__name__)
+def launched(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param.__name__)
+    (folder / "train.py").write_text(SCRIPT)
+    return request.param, request.param(folder)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_devices_train_or_are_refused(launched, strategy):
+    launcher, out = launched
+    trained = sorted(re.findall(rf"^TRAINED {strategy} .*", out, re.M))
+    refused = dict(re.findall(rf"^REFUSED {strategy} (\d) (.*)", out, re.M))
+    if launcher is notebook and strategy != "auto":
+        assert "%%writefile train.py" in refused.pop("2")
+        assert trained == [f"TRAINED {strategy} step 2 rank 0 of 1"]
+    else:
+        assert trained[-2:] == [f"TRAINED {strategy} step 2 rank {rank} of 2" for rank in range(2)], out
+    if launcher in (torchrun, slurm) and strategy != "auto":
+        assert "Give devices and num_nodes whose product is 2" in refused.pop("1")
+    assert not refused
