@@ -208,7 +208,7 @@ class Telling(Callback):
 
     def on_train_end(self, trainer, pl_module):
         where = f"step {trainer.global_step} rank {trainer.global_rank} of {trainer.world_size}"
-        print(f"TRAINED {self.of} {where}\n", end="", flush=True)
+        print(f"TRAINED {self.of} {where}\n", end="", flush=True)  # noqa: T201
 
 
 class Replacing(SingleDeviceStrategy):

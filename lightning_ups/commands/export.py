@@ -156,7 +156,8 @@ def _as_safetensors(path: Path, output: Path, asked: argparse.Namespace) -> list
         return _with_adapters(weights, path, output, asked, limit)
     if asked.names != "plain":
         with damage_told(path):
-            weights, names, config = _named_for_hf(weights, rest_of(path, weights_only=not asked.trust)[0], path)
+            rest = rest_of(path, weights_only=not asked.trust)[0]
+            weights, names, config = _named_for_hf(weights, rest, path, has_config=asked.config is not None)
     export = _Export(weights, names, getattr(torch, asked.dtype) if asked.dtype else None)
     written = write_safetensors(output, export, sizes=export.sizes(), max_shard_bytes=limit)
     _let_read(written)
@@ -204,7 +205,7 @@ class _Export(Mapping[str, Tensor]):
         return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _named_for_hf(weights: Mapping[str, Tensor], rest: Mapping[str, Any], path: Path) -> _ForHF:
+def _named_for_hf(weights: Mapping[str, Tensor], rest: Mapping[str, Any], path: Path, *, has_config: bool) -> _ForHF:
     """Return weights, their names there by the names of transformers, and the config, if it is known."""
     if (adapter := _adapter_of(weights)) is not None:
         raise ValueError(
@@ -222,13 +223,14 @@ def _named_for_hf(weights: Mapping[str, Tensor], rest: Mapping[str, Any], path: 
                 state = {key.removeprefix(prefix): weights[key] for key in weights if key.startswith(prefix)}
                 renamed = to_hf(state, shape)
                 return renamed, {key: key for key in renamed}, hf_config(shape)
-    models = rest.get(MODELS, {})
-    if len(models) == 1:  # some other model of transformers
+    # Some other model of transformers: described in the checkpoint, or the only attribute with weights.
+    models = rest.get(MODELS) or ({name.partition(".")[0] for name in weights} if has_config else ())
+    if len(models) == 1:
         return _stripped(weights, next(iter(models)) + ".", rest)
     raise ValueError(
         f"--names hf does not know the model in {path}, whose weights are {', '.join(list(weights)[:3])}, ..."
         " It knows GPT of this package, and models of transformers that are an attribute of the LightningModule."
-        " Use --names plain."
+        " If it is the only attribute with weights, add its config.json by --config. Otherwise use --names plain."
     )
 
 

@@ -23,18 +23,6 @@ for cell in json.load(sys.stdin):
     if error := ran.error_before_exec or ran.error_in_exec:
         print(f"ERROR {type(error).__name__}: {error}")
 """
-MODEL = """
-import lightning as L
-from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
-from tests.toys import Net, loader
-"""
-FIT = """
-trainer = L.Trainer(
-    strategy="fsdp2", accelerator="cpu", devices=2, max_steps=2, enable_progress_bar=False, enable_checkpointing=False,
-)
-trainer.fit(Net(), loader())
-print(f"ENDED {trainer.global_step} {trainer.world_size}\\n", end="")
-"""
 
 
 def outside_a_group():
@@ -68,12 +56,3 @@ def test_cells_of_the_page_train_on_one_device_and_train_again(tmp_path):
     assert out.count("HTML object") == len([*tmp_path.rglob("report.html")]) == 2
     assert "\nLAST 16 FSDP2Strategy\n" in out
     assert "\nLAST 0 SimpleFSDPStrategy\n" in out
-
-
-def test_several_devices_are_refused_with_cells_that_train_when_pasted(tmp_path):
-    out = run_cells(tmp_path, MODEL, FIT, f"%%writefile train.py\n{MODEL}{FIT}", f"!{sys.executable} train.py")
-    error = out.partition("\nERROR ")[2].partition("\nWriting ")[0]
-    assert error.startswith("ValueError: FSDP2Strategy ")
-    assert "%%writefile train.py\n" in error
-    assert error.endswith(f"\n!{sys.executable} train.py")
-    assert out.count("ENDED 2 2\n") == 2, out
