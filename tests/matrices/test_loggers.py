@@ -79,7 +79,8 @@ def of_mlflow(logger, folder):
 
 
 def of_wandb(_, folder):
-    wandb.teardown()  # waits until the file is written, too
+    wandb.finish()
+    wandb.teardown()  # waits until the file is written
     (path,) = folder.rglob("*.wandb")
     assert not any(file.is_symlink() for file in (path.parent / "files").rglob("*"))  # of which W&B warns
     rows, params = [], {}
