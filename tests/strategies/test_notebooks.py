@@ -27,7 +27,7 @@ for cell in json.load(sys.stdin):
 
 def outside_a_group():
     """Return the environment without what a test of several processes has left in it."""
-    names = ("MASTER_", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "TORCHELASTIC")
+    names = ("MASTER_", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "TORCHELASTIC", "SLURM_")
     return {name: value for name, value in os.environ.items() if not name.startswith(names)}
 
 
