@@ -53,7 +53,7 @@ from lightning_ups.models.gpt import GPT, SIZES, GPTModule, Linear, Size
 from lightning_ups.optim import MasteredOptimizer, MasterWeights
 from lightning_ups.order import Weights
 from lightning_ups.precision import BF16Precision, Float8Precision
-from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.strategies import Communication, FSDP2Strategy
 from lightning_ups.transforms.clip import clip_coefficient, total_norm
 from lightning_ups.transforms.flags import PacedCollection
 from lightning_ups.transforms.float8 import convert_to_float8
@@ -522,8 +522,8 @@ def ours_copied_within(row: Row) -> None:
 
 OF_COMMUNICATION: Mapping[str, Callable[[Row], None]] = {  # what the strategy says, or could, of it
     "ours, copied within": ours_copied_within,
-    "ours, 8 multiprocessors": partial(ours, communication_multiprocessors=8),
-    "ours, 4 multiprocessors": partial(ours, communication_multiprocessors=4),
+    "ours, 8 multiprocessors": partial(ours, communication=Communication(multiprocessors=8)),
+    "ours, 4 multiprocessors": partial(ours, communication=Communication(multiprocessors=4)),
 }
 SIDES: Mapping[str, Callable[[Row], None]] = {
     "ours": ours,

@@ -1,26 +1,19 @@
 """The common base of sharding strategies: environment, order of changes, buffers, clipping, checkpoints."""
 
-import shlex
 import signal
-import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -36,16 +29,12 @@ from lightning_ups._compat.lightning.sharding import (
     without_inference_mode,
 )
 from lightning_ups._compat.lightning.sigterm import SigtermPoll
-from lightning_ups._compat.torch.fsdp.process_groups import prepare_nccl
 from lightning_ups._compat.torch.fsdp.recording import Recording, recording
 from lightning_ups._compat.torch.fsdp.shard_data import IndexReads, shard_data_written
 from lightning_ups.order import (
     AppliesDeclarations,
-    Context,
-    DtypePolicy,
     PolicyPrecision,
     Run,
-    Stage,
     Step,
     apply_declared,
     check,
@@ -53,18 +42,16 @@ from lightning_ups.order import (
     under_sharding,
     undo,
 )
-from lightning_ups.order.arguments import check_choice, check_kind, check_least, check_path, check_some
+from lightning_ups.order.arguments import check_choice, check_least, check_some
 from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Save
-from lightning_ups.strategies.waiting import rendezvous
-from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
+from lightning_ups.strategies.processes import Communication, check_processes, refuse_notebook, rendezvous
+from lightning_ups.strategies.steps import Convert, Materialise
+from lightning_ups.transforms.blocks import as_patterns
 from lightning_ups.transforms.error_hints import note_shards
-from lightning_ups.transforms.fsdp import keeping_interrupt, shard_alike, unsharded
-from lightning_ups.transforms.quoted import listed
 from lightning_ups.transforms.sharding import (
     DATA,
     TENSOR,
     BufferSync,
-    Initialisation,
     MeshSizes,
     StepState,
     average_gradients,
@@ -78,160 +65,26 @@ from lightning_ups.transforms.sharding import (
     one_kind_at_a_time,
     plan_initialisation,
     recall,
+    shard_alike,
     share_random_state,
 )
 
-__all__ = ["ShardStep", "Sharding", "ShardingStrategy", "check_known", "check_sharding", "gather_options"]
+__all__ = ["Device", "Sharding", "ShardingStrategy"]
 
 Sharding = Literal["full", "gradients", "none"]
+Device = Literal["cpu", "device"]
 
-_LONGEST = 60 * 24 * 365  # minutes
 _BATCHES_TO_COMPARE = 3  # of each kind of step, if ranks compute one batch together; each comparison synchronizes
-
-
-@dataclass(frozen=True)
-class _Convert(Step):
-    """Conversions that replace parameters, and must come first."""
-
-    stage = Stage.CONVERT
-    strategy: "ShardingStrategy"
-
-    @override
-    def change(self, module: LightningModule, context: Context) -> AbstractContextManager[None]:
-        assert isinstance(context.precision, PolicyPrecision)
-        if recall(module) is not None:
-            context.precision.keep_module(module)
-        else:
-            context.precision.convert_for_good(module)
-            if self.strategy._layer_sync is not None and context.training:
-                self.strategy._layer_sync.apply(module)
-        return context.precision.in_float32(module)
-
-
-@dataclass(frozen=True)
-class _Materialise(Step):
-    stage = Stage.MATERIALISE
-    plan: Initialisation
-    offload: bool
-    draw_on: Literal["cpu", "device"]
-
-    @override
-    def change(self, module: LightningModule, context: Context) -> nullcontext[None]:
-        cpu = torch.device("cpu")
-        self.plan.run(
-            module,
-            shards_on=cpu if self.offload else context.device,
-            device=context.device,
-            draw_on=cpu if self.draw_on == "cpu" else context.device,
-        )
-        replicated, names = recall(module).replicated, dict(module.named_parameters())
-        replicated.update((name, names[name]) for name in replicated)  # they had to be created again
-        context.report.note(
-            context.strategy.name,
-            f"{len(self.plan)} tensors initialised from the meta device, drawn on the {self.draw_on}",
-        )
-        return nullcontext()
-
-
-@dataclass(frozen=True)
-class ShardStep(Step):
-    """Shards the module block by block. Subclasses define how.
-
-    Args:
-        blocks: Patterns of blocks. None: the blocks that repeat.
-
-    Attributes:
-        part: The strategy's name, for the report and for errors.
-        missed: Why a parameter was left out, for the error.
-    """
-
-    stage = Stage.SHARD
-    part: ClassVar[str]
-    missed: ClassVar[str]
-    blocks: tuple[str, ...] | None
-
-    @abstractmethod
-    def shard(self, module: LightningModule, blocks: Blocks, mesh: DeviceMesh) -> Any:
-        """Shard ``module`` and return a record of it."""
-
-    def report(self, done: Any, context: Context) -> None:
-        """Report details of this kind of sharding."""
-
-    @override
-    def change(self, module: LightningModule, context: Context) -> nullcontext[None]:
-        assert context.mesh is not None
-        blocks = select_blocks(module, self.blocks)
-        done = self.shard(module, blocks, context.mesh)
-        if blocks.origin == "named" and done.blocks != tuple(blocks):
-            raise ValueError(
-                f"{type(module).__name__} was sharded by an earlier run in other blocks: {listed(done.blocks)};"
-                f" {self.part}(blocks={[*(self.blocks or ())]}) names {listed([*blocks])}."
-                " Sharding stays on a module, and how it was done cannot be changed."
-                " Leave blocks as they were, or build the module anew and load a checkpoint."
-            )
-        if left := [name for name in unsharded(module) if name not in done.replicated]:
-            raise RuntimeError(
-                f"{self.part} would never reduce the gradients of {', '.join(left[:8])}."
-                f" {self.missed}, though every parameter should be; this is a defect of lightning_ups."
-                " Please report it, with the module."
-            )
-        self._report_layout(done, context, origin=blocks.origin)
-        self.report(done, context)
-        return nullcontext()  # undoing would need collectives, which are not possible after an exception
-
-    def _report_layout(self, done: Any, context: Context, *, origin: Origin) -> None:
-        layout = ", ".join(f"{name}={size}" for name, size in done.layout)
-        how = {"repeated": "", "named": " as named", "roots": ", the roots, since nothing repeats"}[origin]
-        context.report.note(
-            self.part,
-            f"{len(done.blocks)} blocks{how}, with {done.share_of_blocks:.0%} of the parameters' bytes, over {layout}",
-            blocks=[*done.blocks],
-            mesh=dict(done.layout),
-            share_of_blocks=done.share_of_blocks,
-        )
-        if done.replicated:
-            names = [*done.replicated]
-            context.report.note(self.part, f"whole on every device: {listed(names)}", replicated=names)
-
-
-def gather_options(policy: DtypePolicy) -> dict[str, Any]:
-    """Return the arguments of `GatherOptions` for the dtypes of ``policy``."""
-    return {
-        "param_dtype": policy.param,
-        "autocast": policy.autocast,
-        "reduce_dtype": policy.reduce,
-        "output_dtype": None if policy.autocast else policy.output,
-        "in_float32": policy.in_float32,
-    }
-
-
-def check_known(owner: object, name: str, value: object, known: tuple[str, ...]) -> None:
-    """Raise ValueError if ``value`` is not in ``known``."""
-    check_choice(name, value, known, of=type(owner).__name__, why="It is one of a few ways, each tested.")
-
-
-def check_sharding(
-    owner: object, sharding: Sharding, *, replicate_size: int, reshard_after_forward: bool | int | str | None
-) -> None:
-    """Raise for an unknown sharding, or one that contradicts the other options.
-
-    Raises:
-        ValueError: In either case.
-    """
-    check_known(owner, "sharding", sharding, get_args(Sharding))
-    if sharding == "none" and (replicate_size != 1 or reshard_after_forward not in (None, False)):
-        raise ValueError(
-            f"{type(owner).__name__}(sharding='none', replicate_size={replicate_size},"
-            f" reshard_after_forward={reshard_after_forward}) contradicts itself."
-            " Without sharding every device has a copy, and there is nothing to gather."
-            " Leave the two others out, or choose another sharding."
-        )
 
 
 class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
     """Applies all changes in order, with sharding among them. Subclasses shard in a step of their own."""
 
     shards = True
+    _remedy = (
+        "Let all ranks run the same modules and branches, with a loss times 0 where it must not count, or use"
+        " strategy='ddp_find_unused_parameters_true'."
+    )
 
     def __init__(
         self,
@@ -239,58 +92,39 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         sharding: Sharding,
         replicate_size: int,
         blocks: Sequence[str] | None,
-        tensor_parallel_size: int,
-        offload: bool,
+        tensor_parallel_size: int = 1,
+        offload: bool = False,
+        unused_parameters: bool = False,
         meta_device: bool,
-        initialise_on: Literal["cpu", "device"],
-        unused_parameters: bool,
+        initialise_on: Device,
         sigterm_every: int,
-        process_group_backend: str | None,
-        timeout_minutes: float,
-        high_priority_communication: bool,
-        communication_multiprocessors: int | None,
-        flight_recorder: str | Path | None,
+        communication: Communication,
         save: Save,
         async_save: bool,
         weights_only: bool,
         on_unreplayable: OnUnreplayable,
     ) -> None:
         of = type(self).__name__
-        check_kind("timeout_minutes", timeout_minutes, float, of=of, why="It is a time.")
-        check_path("flight_recorder", flight_recorder, of=of, why="It is a folder.")
-        if not 0 < timeout_minutes <= _LONGEST:
-            raise ValueError(
-                f"{type(self).__name__}(timeout_minutes={timeout_minutes!r}) is out of range."
-                " Every collective would be late before it began, or a hang would never end."
-                f" Give more than 0 and at most {_LONGEST}, which is a year, such as 30."
-            )
-        self._patience = timedelta(minutes=timeout_minutes)
-        super().__init__(process_group_backend=process_group_backend, timeout=self._patience)
-        check_known(self, "initialise_on", initialise_on, ("cpu", "device"))
-        check_known(self, "save", save, get_args(Save))
-        check_known(self, "on_unreplayable", on_unreplayable, get_args(OnUnreplayable))
+        check_choice("sharding", sharding, get_args(Sharding), of=of, why="It says what is sharded.")
+        check_choice("initialise_on", initialise_on, get_args(Device), of=of, why="It draws initial values.")
+        check_choice("save", save, get_args(Save), of=of, why="It is a format.")
+        check_choice("on_unreplayable", on_unreplayable, get_args(OnUnreplayable), of=of, why="It is a reaction.")
         check_least("replicate_size", replicate_size, 1, of=of, why="It counts copies of the sharded model.")
         check_least("sigterm_every", sigterm_every, 1, of=of, why="It counts steps.")
-        check_least(
-            "communication_multiprocessors",
-            communication_multiprocessors,
-            1,
-            of=of,
-            why="With none, communication would not end.",
-            optional=True,
-        )
+        if sharding == "none" and replicate_size != 1:
+            raise ValueError(
+                f"{of}(sharding='none', replicate_size={replicate_size}) contradicts itself: without sharding every"
+                " device has a copy. Leave replicate_size out, or choose another sharding."
+            )
+        super().__init__(timeout=communication.timeout)
         self.sharding: Sharding = sharding
-        self.replicate_size = int(replicate_size)
+        self.replicate_size = replicate_size
         self.blocks = None if blocks is None else as_patterns(blocks)
         check_some("blocks", self.blocks, of=of, why="It would shard no block by itself.")
-        self.tensor_parallel_size = int(tensor_parallel_size)
+        self.tensor_parallel_size = tensor_parallel_size
         self._offload, self._unused = offload, unused_parameters
-        self._meta_device = meta_device
-        self._initialise_on: Literal["cpu", "device"] = initialise_on
-        self._sigterm_every = sigterm_every
-        self._high_priority = high_priority_communication
-        self._multiprocessors = communication_multiprocessors
-        self._flight_recorder = None if flight_recorder is None else Path(flight_recorder)
+        self._meta_device, self._initialise_on = meta_device, initialise_on
+        self._sigterm_every, self._communication = sigterm_every, communication
         self._in_effect = ExitStack()  # changes of the Trainer's loops
         self._index_reads = IndexReads()
         self._recording: Recording | None = None
@@ -301,14 +135,6 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self._saw_backward = False
         self.checkpoints = Checkpoints(
             self, save=save, async_save=async_save, weights_only=weights_only, on_unreplayable=on_unreplayable
-        )
-
-    @property
-    def state_key(self) -> str:
-        """Raise a hint: a Trainer reads this attribute of callbacks, and never of a strategy."""
-        name = type(self).__name__
-        raise AttributeError(
-            f"{name} is given as a callback, but it is a strategy. Write Trainer(strategy={name}(...))."
         )
 
     @property
@@ -358,83 +184,37 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self._launcher is None or not is_interactive():
-            return
-        count = self.num_nodes * self.num_processes
-        if count > 1:
-            raise ValueError(
-                f"{type(self).__name__} cannot start {count} processes from a notebook; one device works there."
-                " Collect imports (lightning_ups among them), model, data and Trainer in one cell whose first line is:"
-                " %%writefile train.py"
-                f"\nThen run it in the next cell:\n!{shlex.quote(sys.executable)} train.py"
-            )
-        self._launcher = None  # nothing to start; Lightning refuses this launcher in notebooks
+        if self._launcher is not None and is_interactive():
+            refuse_notebook(type(self).__name__, self.num_nodes * self.num_processes)
+            self._launcher = None  # nothing to start; Lightning refuses this launcher in notebooks
 
     @override
     def setup_environment(self) -> None:
-        self._check_processes()
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        assert self.lightning_module is not None
+        check_processes(self.cluster_environment, devices=self.num_processes, num_nodes=self.num_nodes)
         sizes = MeshSizes.of(
             self.num_nodes * self.num_processes,
             replicate=None if self.sharding == "none" else self.replicate_size,
             tensor=self.tensor_parallel_size,
         )
-        assert self.accelerator is not None
-        assert self.cluster_environment is not None
-        assert self.lightning_module is not None
         self.accelerator.setup_device(self.root_device)
-        self._check_communication()
+        self._communication.prepare(self.root_device)
         if self.root_device.type == "cuda":
-            prepare_nccl(
-                high_priority=self._high_priority,
-                flight_recorder=self._flight_recorder,
-                multiprocessors=self._multiprocessors,
-            )
             destroy_at_exit()
-        with rendezvous(self.cluster_environment, timeout=self._patience):
+        with rendezvous(self.cluster_environment, timeout=self._communication.timeout):
             self._setup_distributed()
         self._device_mesh = build_mesh(self.root_device.type, sizes)
         self.lightning_module._device_mesh = self._device_mesh  # a `configure_model` may read it
         self._change_loops(self.lightning_module.trainer)
 
-    def _check_processes(self) -> None:
-        """Raise, in each process, if the number of processes is wrong: they would wait for missing ones."""
-        assert self.cluster_environment is not None
-        started, wanted = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
-        if started != wanted:
-            raise ValueError(
-                f"With Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}),"
-                f" {type(self.cluster_environment).__name__} counts {started} processes where {wanted} are asked for."
-                " Each device needs a process of its own, which must see all devices of its node: with srun it does by"
-                " --gpus-per-node, and by --gpus-per-task it sees one alone."
-                f" Give devices and num_nodes whose product is {started}, or start as many processes as devices:"
-                f" {wanted}."
-            )
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-
     def _refuse_unlike(self) -> None:
         raise RuntimeError(
-            "In training_step, ranks have gathered different parameters, or gathered them in a different order."
-            " Collectives are matched by call order, so all results since then are wrong."
-            " This happens if ranks run different modules or branches depending on their batch."
-            " Let all ranks run the same, with a loss times 0 where it must not count, or use"
-            " strategy='ddp_find_unused_parameters_true'."
+            "In training_step, ranks have gathered different parameters, or reduced different gradients, or in a"
+            " different order. Collectives are matched by call order, so all results since then are wrong."
+            f" {self._remedy}"
         )
-
-    def _check_communication(self) -> None:
-        """Raise, or warn, if NCCL options are given but NCCL is not used."""
-        backend = self._get_process_group_backend()
-        if "nccl" in backend:
-            return
-        if self._flight_recorder is not None:  # the run does not depend on it
-            rank_zero_warn(
-                f"{type(self).__name__}(flight_recorder={str(self._flight_recorder)!r}) has no effect."
-                f" What records is NCCL's, and {backend} communicates here: a collective that hangs leaves no file."
-            )
-        if self._multiprocessors is not None:
-            raise ValueError(
-                f"{type(self).__name__}(communication_multiprocessors={self._multiprocessors}) would have no effect."
-                f" It is about NCCL, and {backend} communicates here. Leave it out."
-            )
 
     def _change_loops(self, trainer: Trainer) -> None:
         self._in_effect.close()
@@ -447,7 +227,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
 
     @override
     def _get_process_group_backend(self) -> str:
-        if self._process_group_backend is None and self.root_device.type == "cuda":
+        if self.root_device.type == "cuda":
             # Both: clipping of offloaded gradients, polls and objects use gloo, and do not wait for the GPU.
             return "cpu:gloo,cuda:nccl"
         return super()._get_process_group_backend()
@@ -490,10 +270,10 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
 
     def _steps(self, precision: PolicyPrecision) -> list[Step]:
         assert self.lightning_module is not None
-        steps: list[Step] = [_Convert(self), *self._own_steps(self.lightning_module, precision)]
+        steps: list[Step] = [Convert(self._layer_sync), *self._own_steps(self.lightning_module, precision)]
         if is_on_meta(self.lightning_module):
             plan = plan_initialisation(self.lightning_module, self._recording)
-            steps.append(_Materialise(plan, self._offload, self._initialise_on))
+            steps.append(Materialise(plan, self._offload, self._initialise_on))
         return steps
 
     def _prepare_training(self, precision: PolicyPrecision) -> None:
@@ -549,7 +329,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         if not step.has_accumulated:
             self._buffers()  # before the forward, and not within an accumulation, as DDP does
         step.is_manual = not self.lightning_module.automatic_optimization
-        with keeping_interrupt(), self._within_step(step):
+        with self._within_step(step):
             output = super().training_step(*args, **kwargs)
         self._open_step().is_manual = False
         self._buffers.note_step()
@@ -610,7 +390,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
-        with keeping_interrupt(), self._within_backward():
+        with self._within_backward():
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         step = self._open_step()
         self._saw_backward, step.has_accumulated = True, step.accumulates
@@ -633,10 +413,8 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         unaveraged = not self._saw_backward and self._replicas.size() > 1
         if unaveraged and any(p.grad is not None for p in self._replicated.values()):
             raise RuntimeError(
-                "An optimizer is stepped after loss.backward() in training_step, of which the strategy does not hear."
-                " What stays whole on every device, such as scalars, would keep the gradient of that device's batch,"
-                " and the devices would train apart."
-                " Call self.manual_backward(loss)."
+                "An optimizer is stepped after loss.backward() in training_step. Gradients of parameters that are"
+                " replicated, such as scalars, would not be averaged over ranks. Call self.manual_backward(loss)."
             )
 
     @override

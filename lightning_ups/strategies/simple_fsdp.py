@@ -1,10 +1,9 @@
 """Sharding as plain tensor code, which the compiler traces and schedules."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -16,16 +15,12 @@ from lightning_ups._compat.torch.compile import overlap
 from lightning_ups._compat.torch.compile.dynamo import donated_buffers_off, loggers_left_out
 from lightning_ups._compat.torch.compile.partitioner import gradients_apart, random_states_in_place
 from lightning_ups.order import Context, PolicyPrecision, Report, Stage, Step, applied
+from lightning_ups.order.arguments import check_choice
 from lightning_ups.strategies.checkpoints import OnUnreplayable, Save
-from lightning_ups.strategies.sharding import (
-    Sharding,
-    ShardingStrategy,
-    ShardStep,
-    check_known,
-    check_sharding,
-    gather_options,
-)
-from lightning_ups.transforms.blocks import Blocks, as_patterns, roots, select_blocks
+from lightning_ups.strategies.processes import Communication
+from lightning_ups.strategies.sharding import Device, Sharding, ShardingStrategy
+from lightning_ups.strategies.steps import ShardStep, gather_options
+from lightning_ups.transforms.blocks import Blocks, roots, select_blocks
 from lightning_ups.transforms.compile import (
     Compiled,
     Compiler,
@@ -38,7 +33,6 @@ from lightning_ups.transforms.compile import (
     repeated_backward,
 )
 from lightning_ups.transforms.error_hints import explaining_shards_read, explaining_types, note_second_backward
-from lightning_ups.transforms.fsdp import Sync
 from lightning_ups.transforms.kv_cache import without_kv_cache
 from lightning_ups.transforms.sharding import StepState
 from lightning_ups.transforms.shards_in_steps import plain_from_shards, refusing_gradients_of_shards
@@ -50,22 +44,12 @@ from lightning_ups.transforms.simple_fsdp import (
     parametrise,
     parametrised,
 )
-from lightning_ups.transforms.tensor_parallel import Style, check_plan
 
 __all__ = ["SimpleFSDPStrategy"]
 
 Overlap = Literal["blocks", "none"]
 
 _PART = "SimpleFSDPStrategy"
-
-_NOT_HERE: dict[str, tuple[Any, str]] = {  # options of FSDP2Strategy: the default, and why no other value is possible
-    "prefetch": (None, "The compiler places gathers, each beside the block before."),
-    "offload": (False, "A graph reads shards where it computes, and they are on the device."),
-    "outside": ((), "Any read of a parameter gathers it, and none needs to be named."),
-    "unused_parameters": (False, "All devices run one graph, with one order of reductions."),
-    "tensor_parallel_size": (1, "A graph of ours gathers what is split over data-parallel devices alone."),
-    "tensor_parallel_plan": (None, "A graph of ours gathers what is split over data-parallel devices alone."),
-}
 
 
 @dataclass(frozen=True)
@@ -146,16 +130,6 @@ class _Graphs(Step):
                 self.strategy._compiled = None
 
 
-def _refuse_those_of_fsdp2(**options: object) -> None:
-    for name, value in options.items():
-        default, why = _NOT_HERE[name]
-        if value != default:
-            raise ValueError(
-                f"{_PART}({name}={value!r}) is what FSDP2Strategy can do, and this strategy cannot."
-                f" {why} Leave it out, or use FSDP2Strategy."
-            )
-
-
 def _tell_of_loggers(report: Report) -> None:
     report.update(_PART, loggers_left_out=True)
     rank_zero_warn(
@@ -184,7 +158,6 @@ class _Told:
 @dataclass(frozen=True)
 class _Parametrise(ShardStep):
     part = _PART
-    missed = "They are not sharded"
     options: ParametriseOptions
 
     @override
@@ -207,32 +180,17 @@ class SimpleFSDPStrategy(ShardingStrategy):
     Args:
         sharding: ``"full"`` shards parameters, gradients and optimizer state; ``"gradients"`` keeps parameters
             gathered from forward to backward; ``"none"`` keeps a copy on every device, as DDP does.
-        reshard_after_forward: Overrides that part of ``sharding``: True or False.
         replicate_size: Number of replicas of the sharded model. Each is sharded over adjacent ranks.
         blocks: Patterns of submodules whose parameters are gathered together. None: the blocks that repeat.
-        sync: When gradients are reduced under ``accumulate_grad_batches``. The reduction is part of the graph, so it
-            runs after each microbatch: ``"every"``, which is also the meaning of ``"auto"``; ``"last"`` is refused.
         overlap: ``"blocks"`` lets inductor group the collectives of each block, and gather a block while the previous
             one computes; ``"none"`` keeps one collective per parameter.
-        prefetch: An option of FSDP2Strategy, like all up to ``tensor_parallel_plan``: its default is accepted, so that
-            one configuration works with both strategies; any other value is refused.
-        offload: See ``prefetch``.
-        outside: See ``prefetch``.
-        unused_parameters: See ``prefetch``.
-        tensor_parallel_size: See ``prefetch``.
-        tensor_parallel_plan: See ``prefetch``.
         meta_device: Run ``configure_model`` on the meta device, so that the model never exists unsharded. The initial
             values are the same.
         initialise_on: Where random initial values are drawn if the module was built on the meta device: ``"cpu"`` gives
             the values of a module built in place, ``"device"`` is faster.
         sigterm_every: Steps between two checks whether any rank received SIGTERM, or SLURM's requeue signal; all ranks
             act on it within twice as many steps.
-        process_group_backend: None: NCCL for GPUs and gloo for CPUs, both.
-        timeout_minutes: A collective that takes longer is an error.
-        high_priority_communication: Run NCCL's kernels with high priority.
-        communication_multiprocessors: The maximum number of a GPU's multiprocessors that a collective may use. None:
-            NCCL's default.
-        flight_recorder: A folder for a record of each rank's last collectives, written if one hangs. None: no record.
+        communication: Timeout and options of NCCL.
         save: ``"sharded"``: a checkpoint is a folder to which every rank writes its part. ``"full"``: one file,
             gathered on rank 0, as a single device would write it.
         async_save: Copy the state to the host, and write it while training continues.
@@ -254,77 +212,34 @@ class SimpleFSDPStrategy(ShardingStrategy):
         self,
         *,
         sharding: Sharding = "full",
-        reshard_after_forward: bool | int | Literal["auto"] | None = None,
         replicate_size: int = 1,
         blocks: Sequence[str] | None = None,
-        sync: Sync = "auto",
         overlap: Overlap = "blocks",
-        prefetch: int | None = None,
-        offload: bool = False,
-        outside: Sequence[str] = (),
-        unused_parameters: bool = False,
-        tensor_parallel_size: int = 1,
-        tensor_parallel_plan: str | Mapping[str, Style] | None = None,
         meta_device: bool = False,
-        initialise_on: Literal["cpu", "device"] = "cpu",
+        initialise_on: Device = "cpu",
         sigterm_every: int = 4,
-        process_group_backend: str | None = None,
-        timeout_minutes: float = 30,
-        high_priority_communication: bool = True,
-        communication_multiprocessors: int | None = None,
-        flight_recorder: str | Path | None = None,
+        communication: Communication = Communication(),  # noqa: B008  (frozen)
         save: Save = "sharded",
         async_save: bool = False,
         weights_only: bool = True,
         on_unreplayable: OnUnreplayable = "warn",
     ) -> None:
-        if tensor_parallel_plan is not None:
-            check_plan(tensor_parallel_plan)
-        _refuse_those_of_fsdp2(
-            prefetch=prefetch,
-            offload=offload,
-            outside=as_patterns(outside),
-            unused_parameters=unused_parameters,
-            tensor_parallel_size=tensor_parallel_size,
-            tensor_parallel_plan=tensor_parallel_plan,
-        )
-        check_sharding(self, sharding, replicate_size=replicate_size, reshard_after_forward=reshard_after_forward)
-        if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                f"{_PART}(reshard_after_forward={reshard_after_forward!r}) is no choice here."
-                " A graph gathers anew, from all devices, or keeps what it gathered, and that from the first step on."
-                " Use True or False, or FSDP2Strategy."
-            )
-        if sync == "last":
-            raise ValueError(
-                f"{_PART}(sync='last') would reduce gradients once for each optimizer step."
-                " The reduction is part of the graph of forward and backward, which runs for each microbatch."
-                " Use sync='every', which is what 'auto' means here, or FSDP2Strategy."
-            )
-        check_known(self, "sync", sync, ("auto", "every"))
-        check_known(self, "overlap", overlap, ("blocks", "none"))
+        check_choice("overlap", overlap, get_args(Overlap), of=_PART, why="It says what inductor does.")
         super().__init__(
             sharding=sharding,
             replicate_size=replicate_size,
             blocks=blocks,
-            tensor_parallel_size=1,
-            offload=False,
             meta_device=meta_device,
             initialise_on=initialise_on,
-            unused_parameters=False,
             sigterm_every=sigterm_every,
-            process_group_backend=process_group_backend,
-            timeout_minutes=timeout_minutes,
-            high_priority_communication=high_priority_communication,
-            communication_multiprocessors=communication_multiprocessors,
-            flight_recorder=flight_recorder,
+            communication=communication,
             save=save,
             async_save=async_save,
             weights_only=weights_only,
             on_unreplayable=on_unreplayable,
         )
         self.overlap: Overlap = overlap
-        self._reshard = sharding == "full" if reshard_after_forward is None else reshard_after_forward
+        self._reshard = sharding == "full"
         self._compiled: Compiled | None = None  # if no Compile is given
         self._proven = False
 

@@ -150,7 +150,7 @@ EXCEPTIONS = {
     "transforms/compile/cuda_graphs.py: of": "our own",
     "transforms/fsdp/sharding.py: __deepcopy__": "of one module's own class",
     "transforms/patching.py: setattr": "public methods of single objects",
-    "transforms/sharding/mixed_step.py: step": "public, of one optimizer",
+    "transforms/sharding/optimizer_step.py: step": "public, of one optimizer",
 }
 SETTINGS = {"allow_tf32", "benchmark", "cache_key_tag", "activation_memory_budget"}
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups.models.gpt import GPT, SIZES
 from lightning_ups.models.hf_names import to_hf
-from lightning_ups.strategies import fsdp2
+from lightning_ups.strategies import Communication, fsdp2
 from lightning_ups.transforms.compile.frame import structure
 
 
@@ -317,7 +317,7 @@ def test_blocks_of_our_side_are_equal_to_compile(llama):
     [
         ("ours", {}),
         ("ours, copied within", {}),
-        ("ours, 8 multiprocessors", {"communication_multiprocessors": 8}),
+        ("ours, 8 multiprocessors", {"communication": Communication(multiprocessors=8)}),
     ],
 )
 def test_a_side_of_ours_says_what_communication_takes(llama, monkeypatch, side, options):
@@ -326,7 +326,7 @@ def test_a_side_of_ours_says_what_communication_takes(llama, monkeypatch, side, 
     monkeypatch.setattr(llama, "fitted", lambda *_, **__: told.append(fsdp2.copying_beside is nullcontext))
     llama.SIDES[side](llama.rows()["tiny-2"])
     assert told[0].items() >= options.items()
-    assert {"communication_multiprocessors"} & told[0].keys() == options.keys()
+    assert {"communication"} & told[0].keys() == options.keys()
     assert told[1] is (side == "ours, copied within")
 
 

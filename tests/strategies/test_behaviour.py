@@ -18,7 +18,7 @@ from lightning_ups.callbacks import Compile
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
-from lightning_ups.transforms.fsdp.sharding import unsharded
+from lightning_ups.transforms.sharding import unsharded
 from tests.processor import needs_lstm_by_autocast
 from tests.strategies import cases
 from tests.strategies.cases import (
@@ -355,22 +355,6 @@ def test_what_is_read_outside_may_be_named(ranks, tmp_path):
     right = expected("ReadOutside", tmp_path, {})
     assert losses == pytest.approx(right["losses"], rel=1e-5)
     assert keys == sorted(right["weights"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"sharding": "half"}, "Use one of .*'full'"),
-        ({"sync": "never"}, "Use one of .*'last'"),
-        ({"initialise_on": "gpu"}, "Use one of .*'device'"),
-        ({"sharding": "none", "replicate_size": 2}, "Leave the two others out"),
-        ({"tensor_parallel_size": 2}, "Give both"),
-        ({"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt", "reshard_after_forward": 2}, "Use True or False"),
-    ],
-)
-def test_wrong_arguments_are_refused_at_once(arguments, text):
-    with pytest.raises(ValueError, match=rf"(?s){text}"):
-        FSDP2Strategy(**arguments)
 
 
 class Averaging(nn.Module):

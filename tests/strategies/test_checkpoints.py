@@ -488,13 +488,7 @@ def test_the_seconds_that_a_save_blocks_are_logged(ranks, tmp_path):
     assert 0 < ranks(blocked, tmp_path) < 10
 
 
-def test_choices_that_are_unknown_or_contradict():
-    with pytest.raises(ValueError, match=r"Use one of \('sharded', 'full'\)\.$"):
-        FSDP2Strategy(save="ful")
-    with pytest.raises(ValueError, match=r"python -m lightning_ups export\.$"):
-        FSDP2Strategy(save="full", async_save=True)
-    with pytest.raises(ValueError, match=r"Use one of \('warn', 'refuse'\)\.$"):
-        FSDP2Strategy(on_unreplayable="no")
+def test_options_and_paths_that_folders_cannot_have():
     with pytest.raises(TypeError, match=r"Leave them out\.$"):
         FSDP2Strategy().checkpoints._local("x", {"a": 1})
     with pytest.raises(ValueError, match=r"and copy from it\.$"):

@@ -67,20 +67,13 @@ def test_there_is_nothing_to_free_the_only_group_for(ranks, tmp_path):
     assert "keeps_gathered" not in report
 
 
-def test_it_has_no_meaning_where_parameters_are_kept_anyhow():
-    with pytest.raises(ValueError, match=r"sharding='gradients', reshard_after_forward='auto'\) contradicts itself"):
-        FSDP2Strategy(sharding="gradients", reshard_after_forward="auto")
-    with pytest.raises(ValueError, match=r"reshard_after_forward='yes'\) is not a known choice"):
-        FSDP2Strategy(reshard_after_forward="yes")
-
-
 def choices(tmp_path):
     strategy, rank = FSDP2Strategy(), dist.get_rank()
     options = {"accumulate_grad_batches": 2, "epochs": 0}
     with patch("lightning_ups.strategies.fsdp2.free_memory", lambda _: 0 if rank == 1 else 2**40):
         trainer(tmp_path, strategy=strategy, devices=2, **options).fit(cases.Case(), loader())
     every = [None] * 2
-    dist.all_gather_object(every, strategy._accumulation.choice.sync)
+    dist.all_gather_object(every, strategy._accumulation.sync)
     return every
 
 

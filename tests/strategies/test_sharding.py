@@ -1,25 +1,18 @@
 """What the strategies that shard have in common; what they do with it is tested by each."""
 
-import inspect
-import re
 import warnings
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.utils.data import DataLoader
 
 import lightning_ups  # noqa: F401  (registers the names)
 from lightning_ups.callbacks import Compile
-from lightning_ups.order import Context
-from lightning_ups.order.run import Placement
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
-from lightning_ups.strategies.sharding import ShardingStrategy, ShardStep, check_known, check_sharding
 from tests.strategies import cases
 from tests.strategies.cases import CASES, on_ranks, simply_on_ranks
 from tests.strategies.test_parity import check, expected
@@ -28,177 +21,46 @@ from tests.toys import Net, loader, trainer
 BOTH = (FSDP2Strategy, SimpleFSDPStrategy)
 
 
-@pytest.mark.parametrize("strategy", BOTH)
-def test_both_apply_the_one_order(strategy):
-    assert issubclass(strategy, ShardingStrategy)
-    placement = Placement.of(strategy)
-    assert (placement.shards, placement.ours) == (True, True)
-    assert placement.whole_graph is (strategy is SimpleFSDPStrategy)
-
-
-def test_a_user_switches_by_changing_the_name():
-    fsdp2, simple = (inspect.signature(strategy).parameters for strategy in BOTH)
-    assert list(simple.keys() - fsdp2.keys()) == ["overlap"]
-    for name in simple.keys() & fsdp2.keys():
-        assert simple[name].default == fsdp2[name].default, name
-    assert fsdp2.keys() <= simple.keys()  # what it cannot do it refuses by name
-
-
 @pytest.mark.parametrize(("name", "strategy"), [("fsdp2", FSDP2Strategy), ("simple_fsdp", SimpleFSDPStrategy)])
 def test_a_name_is_enough(name, strategy):
     assert type(StrategyRegistry.get(name)) is strategy
 
 
-@pytest.mark.parametrize("strategy", BOTH)
-def test_one_that_is_given_among_callbacks_says_where_it_belongs(tmp_path, strategy):
-    where = rf"{strategy.__name__} is given as a callback, but it is a strategy\..*strategy={strategy.__name__}\("
-    with pytest.raises(AttributeError, match=where):
-        trainer(tmp_path, callbacks=[strategy()]).fit(Net(), loader())
-    assert not hasattr(strategy(), "state_key")
-
-
-@pytest.mark.parametrize("strategy", BOTH)
-@pytest.mark.parametrize(
-    ("tasks", "nodes", "options", "cure"),
-    [
-        (
-            2,
-            1,
-            {"devices": 1},
-            r"counts 2 processes where 1 .* product is 2, or start as many processes as devices: 1\.$",
-        ),
-        (
-            1,
-            1,
-            {"devices": 2},
-            r"counts 1 processes where 2 .* product is 1, or start as many processes as devices: 2\.$",
-        ),
-        (2, 1, {"devices": 2, "num_nodes": 2}, r"product is 2, or start as many processes as devices: 4\.$"),
-        (2, 2, {"devices": 2}, "devices=1"),  # in Lightning's words
+COMMON = [
+    ({"sharding": "half"}, "Use one of .*'full'"),
+    ({"initialise_on": "gpu"}, "Use one of .*'device'"),
+    ({"save": "ful"}, r"Use one of \('sharded', 'full'\)"),
+    ({"save": "full", "async_save": True}, "contradicts itself.*python -m lightning_ups export"),
+    ({"on_unreplayable": "no"}, r"Use one of \('warn', 'refuse'\)"),
+    ({"sharding": "none", "replicate_size": 2}, "contradicts itself.*Leave replicate_size out"),
+    ({"sigterm_every": 0}, "is out of range.*Use 1 or more"),
+    ({"replicate_size": 0}, "is out of range.*Use 1 or more"),
+    ({"blocks": []}, "is an empty list.*Name some"),
+    ({"blocks": "layers.*"}, r"given as the string.*Write \["),
+]
+OWN = {
+    FSDP2Strategy: [
+        ({"sync": "never"}, "Use one of .*'last'"),
+        ({"outside": "scale"}, r"given as the string.*Write \["),
+        ({"tensor_parallel_size": 2}, "Give both"),
+        ({"tensor_parallel_size": 2, "tensor_parallel_plan": "gtp"}, "is not the name of a plan"),
+        ({"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt", "reshard_after_forward": 2}, "Use True or False"),
+        ({"reshard_after_forward": "yes"}, "is not a known choice"),
+        ({"reshard_after_forward": 0}, "is out of range"),
+        ({"sharding": "gradients", "reshard_after_forward": "auto"}, "contradicts itself"),
+        *(({"unused_parameters": True, "reshard_after_forward": keep}, "contradicts itself") for keep in (True, 2)),
     ],
-)
-def test_processes_that_srun_started_are_those_that_the_trainer_asks_for(
-    tmp_path, monkeypatch, strategy, tasks, nodes, options, cure
-):
-    slurm = {"NTASKS": tasks, "NTASKS_PER_NODE": tasks // nodes, "NNODES": nodes, "JOB_ID": 7, "JOB_NAME": "train"}
-    last = {"PROCID": tasks - 1, "LOCALID": tasks // nodes - 1, "NODEID": nodes - 1}
-    for name, value in {**slurm, **last}.items():
-        monkeypatch.setenv(f"SLURM_{name}", str(value))
-    with pytest.raises(ValueError, match=cure):
-        trainer(tmp_path, strategy=strategy(), **options).fit(Net(), loader())
-
-
-@pytest.mark.parametrize("strategy", BOTH)
-@pytest.mark.parametrize(
-    ("name", "value", "cure"),
-    [
-        ("timeout_minutes", "5", "Use a number."),
-        ("sigterm_every", 2.5, "Use a whole number."),
-        ("sigterm_every", None, "Use a whole number."),
-        ("replicate_size", None, "Use a whole number."),
-        ("communication_multiprocessors", True, "Use a whole number, or None."),
-        ("communication_multiprocessors", 2.5, "Use a whole number, or None."),
-    ],
-)
-def test_a_wrong_kind_is_named_with_its_cure(strategy, name, value, cure):
-    given = f"{strategy.__name__}({name}={value!r})"
-    with pytest.raises(TypeError, match=f"{re.escape(given)}.*{re.escape(cure)}"):
-        strategy(**{name: value})
-
-
-@pytest.mark.parametrize("strategy", BOTH)
-def test_an_empty_list_of_blocks_is_refused(strategy):
-    match = rf"^{strategy.__name__}\(blocks=\[\]\) is an empty list\..*Name some, or leave blocks out\.$"
-    with pytest.raises(ValueError, match=match):
-        strategy(blocks=[])
-
-
-@pytest.mark.parametrize("strategy", BOTH)
-def test_an_empty_path_is_refused(strategy):
-    match = rf"^{strategy.__name__}\(flight_recorder=''\) is an empty path\..*Name one, or leave flight_recorder out\.$"
-    with pytest.raises(ValueError, match=match):
-        strategy(flight_recorder="")
+    SimpleFSDPStrategy: [({"overlap": "all"}, "Use one of .*'blocks'")],
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("reshard_after_forward", 2.0),
-        ("prefetch", 1.5),
-        ("tensor_parallel_size", None),
-    ],
+    ("strategy", "arguments", "text"),
+    [(strategy, *case) for strategy in BOTH for case in COMMON + OWN[strategy]],
 )
-def test_a_wrong_kind_of_what_fsdp2_alone_does_is_named(name, value):
-    with pytest.raises(TypeError, match=re.escape(f"FSDP2Strategy({name}={value!r})")):
-        FSDP2Strategy(**{name: value})
-
-
-@pytest.mark.parametrize("strategy", BOTH)
-@pytest.mark.parametrize(
-    ("plan", "what"),
-    [
-        (3, "=3 is a int. A plan says how each module is split"),
-        (["gpt"], "=['gpt'] is a list. A plan says how each module is split"),
-        ({"head": 3}, "={'head': 3} holds a int."),
-        ({"head": ["colwise"]}, "={'head': ['colwise']} holds a list."),
-        ({3: "colwise"}, "={3: 'colwise'} holds a int."),
-        ({}, "={} is empty."),
-        ({"head": "columns"}, " has the style 'columns'."),
-        ("gtp", "='gtp' is not the name of a plan."),
-    ],
-    ids=str,
-)
-def test_what_is_no_plan_is_refused_at_once(strategy, plan, what):
-    with pytest.raises((TypeError, ValueError), match=rf"{re.escape(f'tensor_parallel_plan{what}')}.*Use one of \("):
-        strategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
-
-
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [
-        ({"process_group_backend": "nccl"}, "process_group_backend='nccl') cannot clip.*cpu:gloo,cuda:nccl"),
-    ],
-    ids=str,
-)
-def test_a_backend_for_what_is_offloaded(options, given):
-    what, cure = given.split(".*")
-    with pytest.raises((TypeError, ValueError), match=rf"{re.escape(what)}.*{re.escape(cure)}"):
-        FSDP2Strategy(offload=True, **options)
-    FSDP2Strategy(offload=True, process_group_backend="cpu:GLOO")
-
-
-def test_choices_are_checked_in_the_name_of_the_strategy():
-    check_known(object(), "x", 1, (1, 2))
-    with pytest.raises(ValueError, match=r"object\(x=3\) is not a known choice.*Use one of \(1, 2\)"):
-        check_known(object(), "x", 3, (1, 2))
-    check_sharding(object(), "none", replicate_size=1, reshard_after_forward=False)
-    with pytest.raises(ValueError, match=r"object\(sharding='none', replicate_size=2.*contradicts itself"):
-        check_sharding(object(), "none", replicate_size=2, reshard_after_forward=None)
-
-
-@pytest.mark.parametrize("strategy", BOTH)
-@pytest.mark.parametrize(
-    ("name", "number", "cure"),
-    [
-        ("sigterm_every", 0, "Use 1 or more."),
-        ("sigterm_every", 10**30, "Use 1 or more, up to 9223372036854775807."),
-        ("replicate_size", 0, "Use 1 or more."),
-        ("communication_multiprocessors", 0, "Use 1 or more, or None."),
-        ("timeout_minutes", -1, "Give more than 0"),
-        ("timeout_minutes", float("inf"), "which is a year, such as 30"),
-        ("timeout_minutes", 10**30, "which is a year, such as 30"),
-    ],
-)
-def test_what_is_no_such_number_is_refused_at_once(strategy, name, number, cure):
-    with pytest.raises(ValueError, match=rf"{strategy.__name__}\({name}={number}\) is out of range.*{cure}"):
-        strategy(**{name: number})
-
-
-@pytest.mark.parametrize("name", ["prefetch", "tensor_parallel_size", "reshard_after_forward"])
-@pytest.mark.parametrize("number", [0, -1])
-def test_what_fsdp2_alone_counts_is_checked_too(name, number):
-    with pytest.raises(ValueError, match=rf"FSDP2Strategy\({name}={number}\) is out of range.*Use 1 or more"):
-        FSDP2Strategy(**{name: number})
+def test_wrong_arguments_are_refused_at_once(strategy, arguments, text):
+    with pytest.raises((TypeError, ValueError), match=rf"(?s){text}"):
+        strategy(**arguments)
 
 
 def spread(tmp_path):
@@ -209,82 +71,6 @@ def test_what_cannot_be_spread_evenly_is_refused(ranks, tmp_path):
     text = r"(?s)\(reshard_after_forward=3\) is given where parameters are sharded over 2\..*that divides it, or True"
     with pytest.raises(AssertionError, match=text):
         ranks(spread, tmp_path)
-
-
-def recorded(tmp_path):
-    strategy = FSDP2Strategy(flight_recorder=tmp_path / "hangs")
-    with pytest.warns(UserWarning, match=r"flight_recorder=.*has no effect.*NCCL's.*gloo communicates"):
-        trainer(tmp_path, strategy=strategy, epochs=1).fit(Net(), loader())
-    return (tmp_path / "hangs").exists()
-
-
-def test_a_recorder_of_what_is_not_there_says_so(fresh_process, tmp_path):
-    assert fresh_process(recorded, tmp_path) is False
-
-
-def test_what_is_asked_of_nccl_is_refused_where_there_is_none(tmp_path):
-    strategy = FSDP2Strategy(communication_multiprocessors=8)
-    with pytest.raises(ValueError, match=r"=8\) would have no effect.*about NCCL, and gloo communicates.*Leave it out"):
-        trainer(tmp_path, strategy=strategy).fit(Net(), loader())
-
-
-class _TwoLayers(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.body = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-
-
-@dataclass(frozen=True)
-class _Forgetful(ShardStep):
-    part, missed = "Forgetful", "They are nowhere"
-    replicated: tuple[str, ...]
-
-    def shard(self, module, blocks, mesh):
-        return SimpleNamespace(
-            layout=(("data_parallel", mesh),),
-            blocks=tuple(blocks),
-            share_of_blocks=0.5,
-            replicated=dict.fromkeys(self.replicated),
-        )
-
-    def report(self, done, context):
-        context.report.note(self.part, "and more", more=True)
-
-
-def _context():
-    return Context(device=torch.device("cpu"), mesh=2, training=True, precision=None)  # type: ignore[arg-type]
-
-
-def test_a_parameter_that_is_left_out_is_an_error():
-    module = _TwoLayers()
-    names = [name for name, _ in module.named_parameters()]
-    context = _context()
-    with pytest.raises(
-        RuntimeError, match=rf"Forgetful would never reduce .* of {names[-1]}\. They are nowhere, .*rep"
-    ):
-        _Forgetful(None, tuple(names[:-1])).change(module, context)
-    assert not context.report.parts
-
-
-def test_a_sharding_says_what_it_made():
-    module, context = _TwoLayers(), _context()
-    names = [name for name, _ in module.named_parameters()]
-    with _Forgetful(("body.*",), tuple(names)).change(module, context):
-        pass
-    part = context.report.parts["Forgetful"]
-    assert part["lines"] == [
-        "2 blocks as named, with 50% of the parameters' bytes, over data_parallel=2",
-        f"whole on every device: {', '.join(names)}",
-        "and more",
-    ]
-    facts = {key: value for key, value in part.items() if key != "lines"}
-    assert facts == {
-        "blocks": ["body.0", "body.1"],
-        "mesh": {"data_parallel": 2},
-        "share_of_blocks": 0.5,
-        "replicated": names,
-        "more": True,
-    }
 
 
 def named_anew(tmp_path, strategy):

@@ -1,6 +1,5 @@
 """What a user of SimpleFSDPStrategy meets: compilation, graphs, writes, precision, checkpoints, refusals."""
 
-import inspect
 import logging
 import warnings
 from functools import cache, partial
@@ -23,7 +22,7 @@ from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy, simple_fsdp
-from lightning_ups.transforms.fsdp.sharding import unsharded
+from lightning_ups.transforms.sharding import unsharded
 from lightning_ups.transforms.simple_fsdp.parametrize import shards_of
 from tests.strategies import any_module, cases
 from tests.strategies.cases import CASES, data, losses_of, on_ranks, simply_on_ranks, weights_of
@@ -866,41 +865,6 @@ def test_what_a_seed_draws(ranks, tmp_path, seed):
 
 
 # Refusals
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"sharding": "half"}, "Use one of .*'full'"),
-        ({"sync": "last"}, "The reduction is part of the graph.*sync='every'"),
-        ({"sync": "never"}, "Use one of .*'every'"),
-        ({"overlap": "all"}, "Use one of .*'blocks'"),
-        ({"initialise_on": "gpu"}, "Use one of .*'device'"),
-        ({"sharding": "none", "replicate_size": 2}, "Leave the two others out"),
-        ({"reshard_after_forward": 2}, "is no choice here.*Use True or False"),
-        ({"reshard_after_forward": "auto"}, "is no choice here.*Use True or False"),
-        ({"prefetch": 2}, "The compiler places gathers.*Leave it out, or use FSDP2Strategy"),
-        ({"offload": True}, "offload=True.*on the device.*use FSDP2Strategy"),
-        ({"outside": ["head"]}, r"outside=\('head',\).*none needs to be named.*Leave it out"),
-        ({"unused_parameters": True}, "All devices run one graph.*use FSDP2Strategy"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2.*data-parallel devices alone.*use FSDP2Strategy"),
-        ({"tensor_parallel_plan": "gpt"}, "tensor_parallel_plan='gpt'.*use FSDP2Strategy"),
-    ],
-)
-def test_wrong_arguments_are_refused_at_once(arguments, text):
-    with pytest.raises(ValueError, match=rf"(?s)SimpleFSDPStrategy.*{text}"):
-        SimpleFSDPStrategy(**arguments)
-
-
-def test_a_configuration_of_fsdp2_is_one_of_this_strategy_under_its_name():
-    theirs, ours = (inspect.signature(kind).parameters for kind in (FSDP2Strategy, SimpleFSDPStrategy))
-    assert {name: str(ours.get(name)) for name in theirs} == {name: str(theirs[name]) for name in theirs}
-    SimpleFSDPStrategy(**{name: parameter.default for name, parameter in theirs.items()})
-
-
-def test_a_string_is_no_list_of_patterns():
-    with pytest.raises(TypeError, match=r"given as the string.*Write \["):
-        SimpleFSDPStrategy(blocks="layers.*")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.strategies import Communication, FSDP2Strategy
 from tests.strategies.cases import WIDTH, Block, Case, data, weights_of
 from tests.toys import trainer
 
@@ -147,7 +147,11 @@ def trained(tmp_path, name, strategy, accumulate=1, accelerator="cpu"):
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)  # that of the sampler, whatever ran in this process before
     model = CASES[name]()
-    chosen = FSDP2Strategy(**{"timeout_minutes": 0.5, **strategy}) if isinstance(strategy, dict) else strategy
+    chosen = (
+        FSDP2Strategy(communication=Communication(timeout_minutes=0.5), **strategy)
+        if isinstance(strategy, dict)
+        else strategy
+    )
     fit = trainer(
         tmp_path,
         strategy=chosen,
@@ -191,10 +195,7 @@ def test_copies_left_out_blocks_train_as_ddp(ranks, tmp_path):
     assert_as_ddp(ranks(trained, tmp_path, "LeftOut", options), ranks(trained, tmp_path, "LeftOut", DDP))
 
 
-@pytest.mark.parametrize("keep", [True, 2, "auto"])
-def test_what_frees_between_forward_and_backward_is_refused_beside_it(keep):
-    with pytest.raises(ValueError, match=r"unused_parameters=True, reshard_after_forward=.* contradicts itself"):
-        FSDP2Strategy(unused_parameters=True, reshard_after_forward=keep)
+def test_parameters_stay_gathered_with_it():
     assert FSDP2Strategy(unused_parameters=True).settings["reshard_after_forward"] is False
 
 

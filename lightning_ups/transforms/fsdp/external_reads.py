@@ -14,8 +14,8 @@ from typing_extensions import override
 from lightning_ups._compat.torch.fsdp.state import gather_with_root, held_parameters
 from lightning_ups._compat.torch.tensors.autograd import changing_function_inputs
 from lightning_ups.transforms.compile import is_compiled
-from lightning_ups.transforms.fsdp.gathered_together import sharded_in
-from lightning_ups.transforms.fsdp.step_check import StepCheck
+from lightning_ups.transforms.fsdp.model_forward import sharded_in
+from lightning_ups.transforms.fsdp.step_checks import StepCheck
 from lightning_ups.transforms.sharding import TENSOR, StepState
 
 __all__ = ["ExternalReads", "WatchedReads"]

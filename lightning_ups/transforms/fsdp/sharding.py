@@ -47,7 +47,7 @@ from lightning_ups.transforms.sharding import (
     remember,
 )
 
-__all__ = ["ShardOptions", "Sharded", "is_sharded", "shard", "sharded", "unsharded"]
+__all__ = ["ShardOptions", "Sharded", "is_sharded", "shard", "sharded"]
 
 _LARGE = 2**20  # elements: large enough for its own collective
 
@@ -102,11 +102,6 @@ def sharded(model: nn.Module) -> Sharded | None:
 def is_sharded(model: nn.Module) -> bool:
     """Return whether any module in ``model`` was sharded by FSDP2."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def unsharded(model: nn.Module) -> list[str]:
-    """Return the names of trainable parameters that are not sharded."""
-    return [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
 
 
 def shard(

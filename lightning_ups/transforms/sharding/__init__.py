@@ -12,10 +12,18 @@ from lightning_ups.transforms.sharding.mesh import (
     local_part,
     num_shares,
     part_of,
+    shard_alike,
+    unsharded,
 )
-from lightning_ups.transforms.sharding.mixed_step import one_kind_at_a_time
-from lightning_ups.transforms.sharding.one_batch import check_one_batch, share_random_state
-from lightning_ups.transforms.sharding.replicated import BufferSync, average_gradients, give_first, on_any_rank
+from lightning_ups.transforms.sharding.optimizer_step import StepState, explaining_shards, one_kind_at_a_time
+from lightning_ups.transforms.sharding.replicated import (
+    BufferSync,
+    average_gradients,
+    check_one_batch,
+    give_first,
+    on_any_rank,
+    share_random_state,
+)
 from lightning_ups.transforms.sharding.sharded_before import (
     GatherOptions,
     ShardRecord,
@@ -27,8 +35,6 @@ from lightning_ups.transforms.sharding.sharded_before import (
     refuse_one_memory,
     remember,
 )
-from lightning_ups.transforms.sharding.sharded_step import explaining_shards
-from lightning_ups.transforms.sharding.step_state import StepState
 
 __all__ = [
     "DATA",
@@ -61,5 +67,7 @@ __all__ = [
     "refuse_lazy",
     "refuse_one_memory",
     "remember",
+    "shard_alike",
     "share_random_state",
+    "unsharded",
 ]

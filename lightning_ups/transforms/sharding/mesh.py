@@ -1,4 +1,4 @@
-"""The device mesh: replicas, shards, and tensor parallelism."""
+"""The device mesh (replicas, shards, tensor parallelism), and the part of a tensor that a rank holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -24,6 +24,8 @@ __all__ = [
     "local_part",
     "num_shares",
     "part_of",
+    "shard_alike",
+    "unsharded",
 ]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # Lightning's names, which a `configure_model` may use
@@ -134,3 +136,37 @@ def part_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
             place = coordinate[dim]
             whole = parts[place] if place < len(parts) else whole.narrow(axis, 0, 0)
     return whole
+
+
+@torch.no_grad()
+def shard_alike(copy: nn.Module, model: nn.Module) -> None:
+    """Replace each unsharded parameter of ``copy`` by its shard, placed as that of ``model``.
+
+    Raises:
+        ValueError: If the two do not have the same parameters.
+    """
+    shards = dict(model.named_parameters(remove_duplicate=False))
+    copies = dict(copy.named_parameters(remove_duplicate=False))
+    if shards.keys() != copies.keys():
+        raise ValueError(
+            f"A callback copied {type(model).__name__} before it was complete:"
+            f" {', '.join(sorted(shards.keys() ^ copies.keys())[:4])} differ."
+            " Create all submodules in __init__, or remove the callback."
+        )
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in copies.items():
+        like = shards[name]
+        if isinstance(parameter, DTensor) or not isinstance(like, DTensor):
+            continue
+        if parameter not in made:
+            part = local_part(parameter.detach().to(like.to_local().device), like).clone()
+            shape = {"shape": like.shape, "stride": like.stride()}
+            shard = DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, **shape)
+            made[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+        owner, _, last = name.rpartition(".")
+        copy.get_submodule(owner).register_parameter(last, made[parameter])
+
+
+def unsharded(model: nn.Module) -> list[str]:
+    """Return the names of trainable parameters that are not sharded."""
+    return [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]

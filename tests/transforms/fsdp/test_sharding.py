@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ups._compat.torch.fsdp.state import begin_forward, end_forward, initialise
 from lightning_ups.transforms.blocks import find_blocks, roots
-from lightning_ups.transforms.fsdp.sharding import ShardOptions, is_sharded, shard, sharded, unsharded
-from lightning_ups.transforms.sharding.mesh import MeshSizes, build_mesh
+from lightning_ups.transforms.fsdp.sharding import ShardOptions, is_sharded, shard, sharded
+from lightning_ups.transforms.sharding.mesh import MeshSizes, build_mesh, unsharded
 
 
 def sharded_model(model, options=None, blocks=None):

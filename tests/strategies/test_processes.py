@@ -1,4 +1,5 @@
 import logging
+import math
 import socket
 import time
 from contextlib import closing
@@ -9,11 +10,12 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 
-from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy, waiting
-from lightning_ups.strategies.waiting import rendezvous
+from lightning_ups.strategies import Communication, FSDP2Strategy, SimpleFSDPStrategy, processes
+from lightning_ups.strategies.processes import rendezvous
 from tests.toys import Net, loader
+from tests.toys import trainer as toy_trainer
 
-LOGGER = "lightning_ups.strategies.waiting"
+LOGGER = "lightning_ups.strategies.processes"
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def environment(port):
 
 
 def test_a_wait_is_logged_after_longer_and_longer_pauses(environment, port, monkeypatch, caplog):
-    monkeypatch.setattr(waiting, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.1)
     with caplog.at_level(logging.WARNING, LOGGER), rendezvous(environment, timeout=timedelta(minutes=30)):
         deadline = time.monotonic() + 10
         while len(caplog.messages) < 2 and time.monotonic() < deadline:
@@ -48,7 +50,7 @@ def test_a_wait_is_logged_after_longer_and_longer_pauses(environment, port, monk
 
 
 def test_nothing_is_logged_without_a_wait(environment, monkeypatch, caplog):
-    monkeypatch.setattr(waiting, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.05)
     with caplog.at_level(logging.WARNING, LOGGER):
         with rendezvous(environment, timeout=timedelta(minutes=30)):
             pass
@@ -76,7 +78,7 @@ def test_a_strategy_reports_missing_processes(port, kind):
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=kind(timeout_minutes=0.02),
+        strategy=kind(communication=Communication(timeout_minutes=0.02)),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -90,3 +92,40 @@ def test_a_strategy_reports_missing_processes(port, kind):
 def test_other_errors_are_left_alone(environment):
     with pytest.raises(ZeroDivisionError), rendezvous(environment, timeout=timedelta(minutes=30)):
         _ = 1 / 0
+
+
+@pytest.mark.parametrize("options", [{"timeout_minutes": 0}, {"timeout_minutes": math.inf}, {"multiprocessors": 0}])
+def test_numbers_out_of_range_are_refused(options):
+    with pytest.raises(ValueError, match=rf"Communication\({next(iter(options))}=.*is out of range"):
+        Communication(**options)
+
+
+@pytest.mark.parametrize("options", [{"multiprocessors": 8}, {"flight_recorder": "hangs"}])
+def test_options_of_nccl_are_refused_where_gloo_communicates(tmp_path, options):
+    strategy = FSDP2Strategy(communication=Communication(**options))
+    with pytest.raises(ValueError, match=r"has no effect.*gloo communicates.*Leave them out"):
+        toy_trainer(tmp_path, strategy=strategy).fit(Net(), loader())
+
+
+BOTH = (FSDP2Strategy, SimpleFSDPStrategy)
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "options", "cure"),
+    [
+        (2, 1, {"devices": 1}, r"started 2 processes.*needs 1: .*product is 2"),
+        (1, 1, {"devices": 2}, r"started 1 processes.*needs 2: .*product is 1"),
+        (2, 1, {"devices": 2, "num_nodes": 2}, r"needs 4: .*product is 2"),
+        (2, 2, {"devices": 2}, "devices=1"),  # in Lightning's words
+    ],
+)
+def test_processes_that_srun_started_are_those_that_the_trainer_asks_for(
+    tmp_path, monkeypatch, strategy, tasks, nodes, options, cure
+):
+    slurm = {"NTASKS": tasks, "NTASKS_PER_NODE": tasks // nodes, "NNODES": nodes, "JOB_ID": 7, "JOB_NAME": "train"}
+    last = {"PROCID": tasks - 1, "LOCALID": tasks // nodes - 1, "NODEID": nodes - 1}
+    for name, value in {**slurm, **last}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    with pytest.raises(ValueError, match=cure):
+        toy_trainer(tmp_path, strategy=strategy(), **options).fit(Net(), loader())

@@ -1,81 +1,59 @@
-"""Gradient accumulation over microbatches: when gradients are reduced, and what stays gathered in between."""
+"""Decides by the free memory when gradients are reduced, and whether gathered parameters are kept for backward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
-from lightning_ups._compat.torch.fsdp.state import unreduced
-from lightning_ups.transforms.fsdp.step_check import StepCheck
-from lightning_ups.transforms.quoted import listed
+from lightning_ups._compat.torch.fsdp.state import gathered_type
+from lightning_ups._compat.torch.tensors.tensors import plain_memory
+from lightning_ups.transforms.sharding import least_of_ranks
 
 __all__ = [
     "Accumulation",
-    "LateGradients",
     "Sync",
-    "SyncChoice",
+    "choose_keeping",
     "choose_sync",
     "free_memory",
+    "gathered_bytes",
+    "keep_gathered",
+    "least_headroom",
     "unsharded_gradient_bytes",
 ]
 
 Sync = Literal["auto", "last", "every"]
 
 _SHARE = 0.25  # of the free memory after sharding; the rest is for activations and the optimizer
+_RESERVE = 0.08  # of the device's memory, reserved for later steps that need more
 
-
-@dataclass(frozen=True, kw_only=True)
-class SyncChoice:
-    """When gradients are reduced, and why.
-
-    Args:
-        sync: ``"last"``: once per optimizer step. ``"every"``: after each microbatch.
-        gradient_bytes: The bytes that ``"last"`` keeps on each device between microbatches.
-        reason: The reason, for the report.
-    """
-
-    sync: Literal["last", "every"]
-    gradient_bytes: int
-    reason: str
+# Gradients
 
 
 def choose_sync(
     sync: Sync, *, gradient_bytes: int, free_bytes: int | None, looked_at_by: Sequence[str] = ()
-) -> SyncChoice:
-    """Return ``sync``, or for ``"auto"`` the choice with the fewest reductions that fits into memory.
+) -> tuple[Literal["last", "every"], str]:
+    """Return ``sync``, or for ``"auto"`` the choice with the fewest reductions that fits into memory; and why.
 
     Args:
         sync: The user's choice.
         gradient_bytes: The bytes that ``"last"`` keeps on each device between microbatches.
         free_bytes: Free memory of the device; None: unknown.
         looked_at_by: Hooks that read gradients after each microbatch, which requires a reduction each time.
-
-    Raises:
-        ValueError: If ``sync`` is unknown.
     """
-    if sync not in get_args(Sync):
-        raise ValueError(
-            f"sync={sync!r} is not a known choice."
-            " It says after which microbatches of an optimizer step gradients are reduced."
-            f" Use one of {get_args(Sync)}."
-        )
     if sync != "auto":
-        return SyncChoice(sync=sync, gradient_bytes=gradient_bytes, reason="as asked")
+        return sync, "as asked"
     if looked_at_by:
-        reason = f"{', '.join(looked_at_by)} may read or write gradients"
-        return SyncChoice(sync="every", gradient_bytes=gradient_bytes, reason=reason)
+        return "every", f"{', '.join(looked_at_by)} may read or write gradients"
     if free_bytes is None:
-        return SyncChoice(sync="last", gradient_bytes=gradient_bytes, reason="the free memory is not known")
+        return "last", "the free memory is not known"
     fits = gradient_bytes <= _SHARE * free_bytes
     compared = f"{gradient_bytes / 2**30:.2f} GiB of whole gradients {'fit' if fits else 'do not fit'}"
-    reason = f"{compared} into a quarter of {free_bytes / 2**30:.2f} GiB"
-    return SyncChoice(sync="last" if fits else "every", gradient_bytes=gradient_bytes, reason=reason)
+    return "last" if fits else "every", f"{compared} into a quarter of {free_bytes / 2**30:.2f} GiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +61,12 @@ class Accumulation:
     """How the optimizer steps of a run accumulate gradients.
 
     Args:
-        choice: When gradients are reduced.
+        sync: When gradients are reduced: after the last microbatch, or after every one.
         between: Hooks that run between microbatches and may read or write weights.
         see_gradients: Those of the hooks that may read or write gradients.
     """
 
-    choice: SyncChoice
+    sync: Literal["last", "every"]
     between: Sequence[str]
     see_gradients: Sequence[str]
 
@@ -104,7 +82,7 @@ class Accumulation:
         """
         keeps_all = keeps_all and not self.between
         kept = roots[:1] if keeps_all else () if self.between else roots
-        if self.choice.sync == "last":
+        if self.sync == "last":
             roots[0].set_requires_gradient_sync(False)
         elif replicated and not self.see_gradients:
             roots[0].set_requires_all_reduce(False)
@@ -116,31 +94,6 @@ class Accumulation:
             roots[0].set_requires_gradient_sync(True)
             for module in kept:
                 module.set_reshard_after_backward(True, recurse=keeps_all)
-
-
-class LateGradients(StepCheck):
-    """Finds gradients, in the first optimizer step, that arrived after their group was reduced.
-
-    Args:
-        root: The sharded model.
-
-    Raises:
-        RuntimeError: After the reduction, if there are any: they would be added to the next step.
-    """
-
-    def __init__(self, root: FSDPModule) -> None:
-        self._root, self._looks = root, True
-
-    @override
-    def after_reduction(self) -> None:
-        looks, self._looks = self._looks, False
-        if looks and (left := unreduced(self._root)):
-            raise RuntimeError(
-                f"The gradients of {listed(left)} arrived after their group was reduced, and would be added to the"
-                " next step."
-                " These parameters are read outside the forward of the module that gathers them."
-                f" Name them: FSDP2Strategy(outside={left[:3]})."
-            )
 
 
 def unsharded_gradient_bytes(model: nn.Module, *, reduce_dtype: torch.dtype | None, tensor_size: int = 1) -> int:
@@ -155,3 +108,50 @@ def unsharded_gradient_bytes(model: nn.Module, *, reduce_dtype: torch.dtype | No
 def free_memory(device: torch.device) -> int | None:
     """Return the number of free bytes on ``device``, or None if it is unknown."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+# Parameters
+
+
+def choose_keeping(*, gathered: int, headroom: int | None, total: int) -> tuple[bool, str]:
+    """Return whether ``gathered`` bytes fit into ``headroom`` of a device with ``total``, minus a reserve; and why."""
+    if headroom is None:
+        return False, "the free memory is not known"
+    room = headroom - int(_RESERVE * total)
+    fits = gathered <= room
+    return fits, (
+        f"{gathered / 2**30:.2f} GiB gathered {'fit' if fits else 'do not fit'} into the"
+        f" {max(room, 0) / 2**30:.2f} GiB that are left beside a reserve of {_RESERVE:.0%}"
+    )
+
+
+def gathered_bytes(blocks: Iterable[Any], *, tensor_size: int = 1) -> int:
+    """Return the bytes that the sharded parameters of ``blocks``, which have run, take on each device when gathered."""
+    types: dict[Any, torch.dtype] = {}
+    for module in {module for block in blocks for module in block.modules() if isinstance(module, FSDPModule)}:
+        types |= gathered_type(module)
+    return sum(p.numel() // tensor_size * _itemsize(p, dtype) for p, dtype in types.items())
+
+
+def _itemsize(parameter: DTensor, dtype: torch.dtype) -> int:
+    local = parameter.to_local()
+    return torch.float8_e4m3fn.itemsize if plain_memory(local) is not local else dtype.itemsize
+
+
+def least_headroom(device: torch.device) -> tuple[int | None, int]:
+    """Return the free memory at the highest peak, and the device's memory, both the minimum across ranks.
+
+    A collective.
+    """
+    if device.type != "cuda":
+        return None, 0
+    free, total = torch.cuda.mem_get_info(device)
+    room = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    room, total = least_of_ranks(room, total, device=device)
+    return room, total
+
+
+def keep_gathered(blocks: Iterable[FSDPModule], *, keep: bool) -> None:
+    """Keep, from now on, what each sharded block gathers in forward for its backward, or free it."""
+    for block in blocks:
+        block.set_reshard_after_forward(not keep, recurse=False)
