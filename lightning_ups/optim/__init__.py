@@ -1,12 +1,11 @@
 """Optimizers that stay optimizers: schedulers, clipping, parameter groups and resume work as with torch's own."""
 
-from lightning_ups.optim.delegating import go_by_the_name_of
+from lightning_ups.optim.delegating import check_options, go_by_the_name_of, refuse_state_of_others
 from lightning_ups.optim.low_bit import check_rounding, make_portable
+from lightning_ups.optim.master_gradients import reduce_into_masters
 from lightning_ups.optim.master_weights import MasterWeights
 from lightning_ups.optim.mastered import MasteredOptimizer
 from lightning_ups.optim.offload import OffloadedOptimizer, TorchAOOffloaded, Update
-from lightning_ups.optim.options import check_options, refuse_state_of_others
-from lightning_ups.optim.reduction import reduce_into_masters
 
 __all__ = [
     "MasterWeights",

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lightning_ups._compat.optional.packages import compiled, launching_on
 from lightning_ups._compat.optional.packages import language as tl
-from lightning_ups.optim.adamw_slots import Kind
-from lightning_ups.optim.adamw_step import Settings
+from lightning_ups.optim.adamw_step import Kind, Settings
 
 __all__ = ["Launch"]
 

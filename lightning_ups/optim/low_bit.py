@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from lightning_ups._compat.torch.tensors.tensors import local_of
+from lightning_ups.optim.delegating import innermost
 
-__all__ = ["check_rounding", "innermost", "is_low_bit", "make_portable", "make_state_alone"]
+__all__ = ["check_rounding", "is_low_bit", "make_portable", "make_state_alone"]
 
 _MODULES = {  # of torchao
     "OptimState8bit": "torchao.optim.subclass_8bit",
@@ -107,13 +108,6 @@ def _refuse_shards_of_bitsandbytes(optimizer: Optimizer) -> None:
             f"bitsandbytes' {type(optimizer).__name__} was given sharded parameters, which its kernels do not know."
             f" Use torchao.optim.{type(optimizer).__name__}, or a strategy that does not shard."
         )
-
-
-def innermost(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer of the user's for which ``optimizer`` stands, or itself."""
-    while isinstance(inner := getattr(optimizer, "inner", getattr(optimizer, "stepper", None)), Optimizer):
-        optimizer = inner
-    return optimizer
 
 
 def _apart(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

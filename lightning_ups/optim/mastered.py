@@ -22,8 +22,7 @@ from lightning_ups._compat.torch.optimizers import (
 )
 from lightning_ups._compat.torch.tensors.autograd import has_values
 from lightning_ups._compat.torch.tensors.tensors import count_writes
-from lightning_ups.optim.adamw_slots import gradient_column
-from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
+from lightning_ups.optim.adamw_step import OneKernel, Settings, gradient_column, one_kernel
 from lightning_ups.optim.delegating import DelegatingOptimizer
 from lightning_ups.optim.master_gradients import MasterGradients
 from lightning_ups.optim.master_weights import MasterWeights

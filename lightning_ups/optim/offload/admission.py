@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_ups._compat.torch.optimizers import has_modes, needs_closure
 from lightning_ups._compat.torch.tensors.tensors import local_of
 from lightning_ups.optim.offload.chunks import PART, is_large, nbytes_of
-from lightning_ups.optim.offload.layout import plain_parts
+from lightning_ups.optim.offload.memory import plain_parts
 
 __all__ = ["Admission", "admit"]
 

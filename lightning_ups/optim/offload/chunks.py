@@ -11,9 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_ups._compat.torch.tensors.tensors import local_of
-from lightning_ups.optim.offload.layout import (
+from lightning_ups.optim.offload.memory import (
     Block,
+    Copy,
     Form,
+    Mark,
+    Memory,
     Piece,
     aligned,
     form_of,
@@ -23,7 +26,6 @@ from lightning_ups.optim.offload.layout import (
     runs_of,
     same_form,
 )
-from lightning_ups.optim.offload.memory import Copy, Mark, Memory
 
 __all__ = [
     "MASTER",

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 from lightning_ups._compat.torch.tensors.tensors import local_of
 from lightning_ups.optim.master_weights import taken_over
 from lightning_ups.optim.offload.chunks import Item, Options, nbytes_of, regrouped, stepping
-from lightning_ups.optim.offload.layout import Block, aligned, form_of, plain_parts, rebuilt
-from lightning_ups.optim.offload.memory import Copy, Mark, Memory
+from lightning_ups.optim.offload.memory import Block, Copy, Mark, Memory, aligned, form_of, plain_parts, rebuilt
 from lightning_ups.optim.offload.source import Source
 
 __all__ = ["HostSteps"]

@@ -222,18 +222,6 @@ def test_sharded_parameters_are_tried_without_drawing_for_all_ranks(ranks, updat
     assert not [text for text in warned if "DTensor random" in text]
 
 
-def test_the_optimizer_itself_is_not_touched():
-    model = Net()
-    optimizer = Noisy(model.parameters(), lr=0.1, momentum=0.9)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    random = torch.get_rng_state()
-    OffloadedOptimizer(optimizer)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert not optimizer.state
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_a_twin_has_the_groups_and_nothing_of_the_size():
     model = nn.Sequential(nn.Linear(5000, 300), nn.Conv2d(70, 80, 3))
     optimizer = grouped(AdamW)(model)

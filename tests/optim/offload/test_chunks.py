@@ -4,16 +4,12 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from lightning_ups.optim.offload.chunks import (
-    Chunk,
     Item,
     Options,
     in_parts,
-    is_large,
-    nbytes_of,
     planned,
     stepping,
 )
-from tests.optim.offloading import LateMemory
 
 
 def items(*sizes):
@@ -38,56 +34,6 @@ def test_parts_begin_at_multiples_and_cover_all():
     (whole,) = in_parts(0, nn.Parameter(parameter.detach().t()), parameter, parts=4)  # not in the order of its elements
     assert whole.part is None
     assert len(in_parts(0, parameter, parameter, parts=1)) == 1
-
-
-def test_what_is_large():
-    assert is_large(torch.ones(2))
-    assert not any(map(is_large, (torch.tensor(3.0), torch.ones(0), 3, None, "a")))
-    assert nbytes_of(torch.ones(3)) == 12
-    assert nbytes_of(3) == 0
-
-
-def test_a_chunk_keeps_what_it_is_given_and_takes_what_a_step_made():
-    memory, (one, two) = LateMemory(), items(10, 300)
-    chunk = Chunk([one, two], resident=False)
-    chunk.place({(one, "a"): torch.ones(10), (two, "a"): torch.ones(300), (two, "b"): torch.zeros(3)}, memory)
-    one.names, two.names, two.others = ["a"], ["a", "count", "b"], {"count": 7}
-    assert chunk.nbytes_kept == 4 * 313
-    slot = memory.room(chunk.nbytes)
-    memory.reach(memory.load(chunk.copies(slot)))
-    before = chunk.state(two, slot)
-    assert list(before) == ["a", "b", "count"]
-    after = {"a": before["a"].mul_(2), "count": 8, "b": torch.full((3,), 5.0), "c": torch.full((2,), 6.0)}
-    fresh = chunk.take(two, after, before)
-    assert list(fresh) == [(two, "c")]
-    memory.reach(memory.store([(kept, loaded) for loaded, kept in chunk.copies(slot)]))
-    chunk.place(fresh, memory)
-    kept = chunk.kept(two)
-    assert {name: float(value.sum()) if is_large(value) else value for name, value in kept.items()} == {
-        "a": 600.0,
-        "count": 8,
-        "b": 15.0,
-        "c": 12.0,
-    }
-    chunk.take(two, {"a": after["a"]}, before)
-    assert list(chunk.kept(two)) == ["a"]
-    chunk.clear()
-    assert chunk.nbytes == chunk.nbytes_kept == 0
-
-
-def test_the_parts_of_one_parameter_keep_one_tensor():
-    memory, parameter = LateMemory(), nn.Parameter(torch.zeros(30, 100))
-    parts = in_parts(0, parameter, parameter, parts=3)
-    chunks = planned(parts, nbytes=dict.fromkeys(parts, 1), chunk_bytes=100, resident=[])
-    assert len(chunks) == 3
-    for number, chunk in enumerate(chunks):
-        (item,) = chunk.items
-        chunk.place({(item, "a"): torch.full((item.part.stop - item.part.start,), float(number))}, memory)
-        item.names = ["a"]
-    whole = chunks[0].kept(parts[0])["a"]
-    assert whole.shape == parameter.shape
-    assert whole.flatten()[[0, 1023, 1024, 2047, 2048, 2999]].tolist() == [0, 0, 1, 1, 2, 2]
-    assert chunks[1].state(parts[1], None)["a"].data_ptr() == whole.flatten()[1024:].data_ptr()
 
 
 def test_a_step_sees_what_stands_there_and_nothing_else():

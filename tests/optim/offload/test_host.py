@@ -58,13 +58,6 @@ def test_without_masters_the_parameters_come_down_too():
     assert (memory.up, memory.down) == (5 * 4 * numel, 5 * 2 * 4 * numel)
 
 
-def test_two_chunks_are_on_their_way():
-    memory = Counting()
-    stepped(memory, masters=True, steps=2)
-    largest = 2 * 2 * Net()[0].weight.numel()
-    assert memory.on_host <= 2 * (largest + 8 * 512)
-
-
 def test_a_write_that_is_counted_is_found_at_any_step():
     def between(step, model, optimizer):
         if step == 6:

@@ -3,40 +3,14 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_ups.optim import MasteredOptimizer, MasterWeights
-from lightning_ups.optim.offload.source import HostMaster, MasteredSource, Source
+from lightning_ups.optim.offload.source import HostMaster, MasteredSource
 from tests.optim.offloading import Net
-
-
-def test_parameters_are_stepped_themselves():
-    model = Net()
-    source = Source(SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1))
-    assert [(group, p is key) for group, p, key in source.pairs()] == [(0, True), (0, True), (1, True), (1, True)]
-    model[0].weight.grad = torch.ones(128, 64)
-    assert source.gradient(model[0].weight) is model[0].weight.grad
-    assert source.gradient(model[0].bias) is None
-    assert len(source.gradients()) == 1
-    source.spent([model[0].weight])
-    assert model[0].weight.grad is not None
 
 
 def mastered(model, wrapper=None):
     masters = MasterWeights(model, dtype=torch.bfloat16)
     optimizer = MasteredOptimizer(SGD(model.parameters(), lr=0.1), masters, wrapper=wrapper)
     return optimizer, masters
-
-
-def test_masters_are_stepped_with_what_reduction_left_or_with_the_parameters_gradients():
-    model = Net()
-    optimizer, masters = mastered(model)
-    source = MasteredSource(optimizer)
-    weight, bias = model[0].weight, model[0].bias
-    assert all(key is masters.of[p] for _, p, key in source.pairs())
-    weight.grad, masters.of[bias].grad = torch.ones_like(weight), torch.full((128,), 2.0)
-    assert source.gradient(weight) is weight.grad
-    assert source.gradient(bias) is masters.of[bias].grad
-    assert len(source.gradients()) == len(optimizer.gradients()) == 2
-    source.spent([weight, bias])
-    assert source.gradients() == []
 
 
 def test_behind_a_wrapper_only_what_it_reduced_counts():
