@@ -107,7 +107,7 @@ def _rates() -> dict[str, dict[str, float]]:
     import hashlib
     import zlib
 
-    from lightning_ups.state.checkpoint import CHUNK, checksum
+    from lightning_ups.state.checkpoint.checksums import CHUNK, checksum
 
     functions = {
         "ours": checksum,
@@ -300,8 +300,8 @@ def _load(
 @contextmanager
 def _parts() -> Iterator[dict[str, list[float]]]:
     """Give the seconds of all threads in each part of a load, and those of a core; they are there at the end."""
-    from lightning_ups.state.checkpoint import checksums, folder, lanes
-    from lightning_ups.state.checkpoint.io import filling, reading
+    from lightning_ups.state.checkpoint import checksums, folder
+    from lightning_ups.state.checkpoint.io import lanes, reading
 
     timed = {
         "plan": (reading, "read_into"),
@@ -310,7 +310,7 @@ def _parts() -> Iterator[dict[str, list[float]]]:
         "pin": (lanes, "_pinned"),
         "rest of lanes": (lanes._Crew, "_guarded"),  # Python, opening files, and waiting for the GIL
         "read head and tail": (checksums.RecordReader, "ends"),
-        "parse": (filling, "_template"),
+        "parse": (reading, "_template"),
         "read": (checksums.RecordReader, "_read"),
         "start copies": (lanes._Buffer, "send"),
         "wait for copies": (lanes._Buffer, "wait"),
@@ -353,7 +353,9 @@ def _parts() -> Iterator[dict[str, list[float]]]:
 @contextmanager
 def _without_checksums() -> Iterator[None]:
     """Let checkpoints be written and read without checksums of their data."""
-    from lightning_ups.state.checkpoint import Piece, SummedRecord, folder, lanes
+    from lightning_ups.state.checkpoint import folder
+    from lightning_ups.state.checkpoint.checksums import Piece, SummedRecord
+    from lightning_ups.state.checkpoint.io import lanes
 
     def write_body(self: SummedRecord, pieces: Iterable[Piece]) -> None:
         for piece in pieces:

@@ -1,6 +1,5 @@
 """Checkpoints with torch's distributed checkpointing (DCP): saving, loading, and the folder format."""
 
-from lightning_ups.state.checkpoint.checksums import CHUNK, Piece, SummedRecord, checksum
 from lightning_ups.state.checkpoint.claims import claim, neighbors
 from lightning_ups.state.checkpoint.consolidation import (
     SavedWeights,
@@ -9,7 +8,6 @@ from lightning_ups.state.checkpoint.consolidation import (
     rest_of,
     write_safetensors,
 )
-from lightning_ups.state.checkpoint.description import MODELS, described
 from lightning_ups.state.checkpoint.folder import (
     clean,
     damaged,
@@ -24,26 +22,17 @@ from lightning_ups.state.checkpoint.folder import (
     settle,
     unwritable,
 )
-from lightning_ups.state.checkpoint.io import lanes
-from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
 from lightning_ups.state.checkpoint.loading import load, load_optimizers, load_weights, resolve
 from lightning_ups.state.checkpoint.meta import damage_told
-from lightning_ups.state.checkpoint.saver import Phase, Saver, SaveTimes
-from lightning_ups.state.checkpoint.saving import gathered, numbered, save_sharded, save_whole
+from lightning_ups.state.checkpoint.saver import Saver
+from lightning_ups.state.checkpoint.saving import MODELS, described, gathered, numbered, save_sharded, save_whole
 from lightning_ups.state.checkpoint.state import named_state
 
 __all__ = [
-    "CHUNK",
     "MODELS",
-    "FolderReader",
-    "Phase",
-    "Piece",
-    "SaveTimes",
     "SavedWeights",
     "Saver",
-    "SummedRecord",
     "check_file",
-    "checksum",
     "claim",
     "clean",
     "consolidated",
@@ -53,7 +42,6 @@ __all__ = [
     "gathered",
     "has_checksums",
     "is_complete",
-    "lanes",
     "load",
     "load_optimizers",
     "load_weights",
@@ -65,7 +53,6 @@ __all__ = [
     "newest",
     "newest_within",
     "numbered",
-    "read_into",
     "remove",
     "resolve",
     "rest_of",

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_ups._compat.optional.packages import require
-from lightning_ups.state.checkpoint import folder, meta
+from lightning_ups.state.checkpoint import meta
 from lightning_ups.state.checkpoint.io.reading import FolderReader, SlicedReader, read_into
-from lightning_ups.state.checkpoint.loading import APART, EXTRA, PLACES, SHARDED, nested, put_back
+from lightning_ups.state.checkpoint.loading import EXTRA, PLACES, SHARDED, nested, put_back, rest_of_folder
 from lightning_ups.state.checkpoint.saving import numbered
 from lightning_ups.state.checkpoint.state import as_kept
 
@@ -95,16 +95,7 @@ def rest_of(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], d
         return {
             key: value for key, value in saved.items() if key not in ("state_dict", "optimizer_states", PLACES)
         }, left
-    folder.verify(path / folder.META)
-    rest, left = meta.loaded(path / folder.META, needless=meta.Everything(), weights_only=weights_only)
-    if not (path / APART).exists():
-        return rest, left
-    folder.verify(path / APART)
-    try:
-        apart, left_apart = meta.loaded(path / APART, needless=meta.Everything(), weights_only=weights_only)
-    except ValueError:  # in a form that cannot be read safely
-        return rest, {**left, "hyper_parameters": "classes that change how a dict is built"}
-    return {**rest, **apart}, {**left, **left_apart}
+    return rest_of_folder(path, weights_only=weights_only, needless=meta.Everything())
 
 
 def consolidated(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, str]]:

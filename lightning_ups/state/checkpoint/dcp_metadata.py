@@ -9,7 +9,7 @@ import gc
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from pickle import UnpicklingError
@@ -301,14 +301,15 @@ def _index(key: Any) -> MetadataIndex:
 
 def _storage(value: Any) -> Any:
     fields = _fields(value, "_StorageInfo", _FILES)
-    transforms = [_is(each, str) for each in fields.get("transform_descriptors") or ()]
-    return _place(fields["relative_path"], fields["offset"], fields["length"], transforms=transforms)
+    if fields.get("transform_descriptors"):
+        raise ValueError("its tensors are compressed by an extension of DCP")
+    return _place(fields["relative_path"], fields["offset"], fields["length"])
 
 
-def _place(file: Any, offset: Any, length: Any, *, transforms: Sequence[str] = ()) -> Any:
+def _place(file: Any, offset: Any, length: Any) -> Any:
     if _is(offset, int) < 0 or _is(length, int) < 0:
         raise ValueError("a place in it is negative")
-    return noted(_is(file, str), offset=offset, length=length, transforms=transforms)
+    return noted(_is(file, str), offset=offset, length=length)
 
 
 def _check_files(places: Iterable[Any], path: Path) -> None:
@@ -339,7 +340,7 @@ def _check_parts(found: Metadata) -> None:
             indices = [(MetadataIndex(name, chunk.offsets), math.prod(chunk.sizes) * width) for chunk in entry.chunks]
         for index, nbytes in indices:
             place = found.storage_data.get(index)
-            if place is None or (place.length < nbytes and not place.transform_descriptors):
+            if place is None or place.length < nbytes:
                 raise ValueError(f"a part of {name} is stored nowhere")
 
 

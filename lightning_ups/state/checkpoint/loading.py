@@ -1,7 +1,7 @@
 """Reads a checkpoint into a module and its optimizers, from any writer and any number of ranks."""
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_ups.state.checkpoint import folder, meta
-from lightning_ups.state.checkpoint.io.reading import FolderReader, SlicedReader, read_into, safetensors_slices
+from lightning_ups.state.checkpoint.io.reading import FolderReader, SlicedReader, mapped_safetensors, read_into
 from lightning_ups.state.checkpoint.io.staging import is_sequence
 from lightning_ups.state.checkpoint.state import (
     FOREIGN,
@@ -40,6 +40,7 @@ __all__ = [
     "nested",
     "put_back",
     "resolve",
+    "rest_of_folder",
 ]
 
 APART = "apart.pt"  # hyperparameters: not needed to resume, and possibly of any class
@@ -125,7 +126,7 @@ def load(
     if _is_safetensors(path):
         if optimizers:
             raise ValueError(_no_optimizer(path))
-        _load_module(reading, SlicedReader(safetensors_slices(path)))
+        _load_module(reading, SlicedReader(mapped_safetensors(path)))
         return {"state_dict": {}}, {}
     return _load_file(reading) if path.is_file() else _load_folder(reading)
 
@@ -151,9 +152,9 @@ def load_optimizers(
     if path.is_file():
         if _is_safetensors(path):
             raise ValueError(_no_optimizer(path))
-        states = _content(reading)[0].get("optimizer_states", [])
+        saved, _ = _content(path, weights_only=weights_only, needless=needless)
         with meta.damage_told(path):
-            _restore_from_file(reading, states)
+            _restore_from_file(reading, saved.get("optimizer_states", []))
         return
     reader = FolderReader(path)
     with meta.damage_told(path):
@@ -178,34 +179,44 @@ def load_weights(
     path = Path(path)
     if not path.is_file() and not _is_safetensors(path):
         path = resolve(path)
-    reading = _Reading(path=path, module=module, strict=strict, needless=meta.Everything(), group=group)
+    reading = _Reading(path=path, module=module, strict=strict, group=group)
     if _is_safetensors(path):
-        _load_module(reading, SlicedReader(safetensors_slices(path)))
+        _load_module(reading, SlicedReader(mapped_safetensors(path)))
     elif path.is_file():
-        saved, _ = _content(reading)
+        saved, _ = _content(path, weights_only=True, needless=meta.Everything())
         _load_module_from(reading, meta.weights(path, saved))
     else:
-        rest, _ = _content(replace(reading, path=path / folder.META)) if (path / folder.META).exists() else ({}, {})
+        rest = dict[str, Any]()
+        if (path / folder.META).exists():
+            rest, _ = _content(path / folder.META, weights_only=True, needless=meta.Everything())
         _load_module(reading, FolderReader(path), prefix="state_dict.", others=rest.get(EXTRA, {}))
 
 
-def _content(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
-    path = reading.path
+def _content(path: Path, *, weights_only: bool, needless: Container[str]) -> tuple[dict[str, Any], dict[str, str]]:
     meta.check_is_file(path)
     folder.verify(path)
-    return meta.loaded(path, weights_only=reading.weights_only, needless=reading.needless, mmap=_can_map(path))
+    return meta.loaded(path, weights_only=weights_only, needless=needless, mmap=_can_map(path))
+
+
+def rest_of_folder(
+    path: Path, *, weights_only: bool, needless: Container[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what the checkpoint folder at ``path`` holds besides tensors, and what was left out; see `load`."""
+    rest, left = _content(path / folder.META, weights_only=weights_only, needless=needless)
+    if not (path / APART).exists():
+        return rest, left
+    folder.verify(path / APART)
+    try:
+        apart, left_apart = _content(path / APART, weights_only=weights_only, needless=meta.Everything())
+    except ValueError as error:  # in a form that cannot be read safely
+        return rest, {**left, "hyper_parameters": str(error).partition(". ")[0]}
+    return {**rest, **apart}, {**left, **left_apart}
 
 
 def _load_folder(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
     reader = FolderReader(reading.path)
     metadata = reader.read_metadata()
-    rest, left = _content(replace(reading, path=reading.path / folder.META))
-    if (apart := reading.path / APART).exists():
-        try:
-            more, left_apart = _content(replace(reading, path=apart, needless=meta.Everything()))
-        except ValueError as error:
-            more, left_apart = {}, {"hyperparameters": str(error).partition(". ")[0]}
-        rest, left = {**rest, **more}, {**left, **left_apart}
+    rest, left = rest_of_folder(reading.path, weights_only=reading.weights_only, needless=reading.needless)
     _load_module(reading, reader, prefix="state_dict.", others=rest.pop(EXTRA, {}))
     with meta.damage_told(reading.path):
         _restore_from_folder(reading, reader, metadata)
@@ -213,7 +224,7 @@ def _load_folder(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _load_file(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
-    saved, left = _content(reading)
+    saved, left = _content(reading.path, weights_only=reading.weights_only, needless=reading.needless)
     meta.check_saved(reading.path, saved)
     _load_module_from(reading, saved.pop("state_dict"))
     states, places = saved.pop("optimizer_states", []), saved.pop(PLACES, None)

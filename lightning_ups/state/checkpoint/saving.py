@@ -1,20 +1,26 @@
 """Saves a Lightning checkpoint as a folder, in which DCP stores the tensors; or gathered on rank 0, as one file."""
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_ups.state.checkpoint import meta
 from lightning_ups.state.checkpoint.loading import APART, EXTRA, PLACES, SHARDED, lifted
 from lightning_ups.state.checkpoint.saver import Saver
 from lightning_ups.state.checkpoint.state import FOREIGN
+from lightning_ups.transforms.kv_cache import kv_cache_as_before
 
-__all__ = ["gathered", "numbered", "save_sharded", "save_whole"]
+__all__ = ["MODELS", "described", "gathered", "numbered", "save_sharded", "save_whole"]
+
+MODELS = "lightning_ups.models"  # the key in a checkpoint of what `described` returns
 
 
 def save_sharded(saver: Saver, checkpoint: dict[str, Any], path: Path, *, apart: tuple[str, ...] = ()) -> None:
@@ -28,8 +34,10 @@ def save_sharded(saver: Saver, checkpoint: dict[str, Any], path: Path, *, apart:
     """
     rest = dict(checkpoint)
     weights = rest.pop("state_dict")
-    state: dict[str, Any] = {"state_dict": {name: value for name, value in weights.items() if _is_tensor(value)}}
-    if extra := {name: value for name, value in weights.items() if not _is_tensor(value)}:
+    state: dict[str, Any] = {
+        "state_dict": {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    }
+    if extra := {name: value for name, value in weights.items() if not isinstance(value, Tensor)}:
         rest[EXTRA] = extra
     state |= {f"optimizer_{index}": tree for index, tree in enumerate(rest.pop("optimizer_states", []))}
     rest, sharded = lifted(rest)
@@ -86,16 +94,46 @@ def numbered(tree: dict[str, Any]) -> dict[str, Any]:
     names = [name for group in tree["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in tree["param_groups"]]
-    return {"state": dict(_renamed(tree["state"], numbers)), "param_groups": groups}
-
-
-def _renamed(state: dict[str, Any], numbers: dict[str, int]) -> Iterator[tuple[int, Any]]:
-    yield from sorted((numbers[name], entries) for name, entries in state.items())
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+    state = {numbers[name]: tree["state"][name] for name in sorted(tree["state"], key=numbers.__getitem__)}
+    return {"state": state, "param_groups": groups}
 
 
 def _is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def described(module: nn.Module) -> dict[str, dict[str, str]]:
+    """Return, by name, each outermost submodule that has a ``config``: its class, and the config as JSON.
+
+    A config counts if it can write itself as JSON, as those of transformers, or is a dataclass of plain values.
+    A model with adapters of PEFT is described as the one they were added to, with the configs of all adapters.
+    """
+    with kv_cache_as_before(module):  # temporary changes by a run are not saved
+        return _described(module)
+
+
+def _described(module: nn.Module) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for name, submodule in module.named_modules():
+        if any(name.startswith(outer + ".") if outer else name for outer in found):
+            continue
+        if (config := _as_json(getattr(submodule, "config", None))) is not None and name:
+            # The original name: FSDP2 gives sharded modules another class.
+            model = getattr(submodule, "get_base_model", lambda plain=submodule: plain)()
+            kind = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+            found[name] = {"class": f"{kind.__module__}.{kind.__qualname__}", "config": config}
+            if adapters := getattr(submodule, "peft_config", None):
+                plain = {adapter: each.to_dict() for adapter, each in adapters.items()}
+                found[name]["adapters"] = json.dumps(plain, default=sorted)  # PEFT keeps names of modules in a set
+    return found
+
+
+def _as_json(config: Any) -> str | None:
+    if callable(write := getattr(config, "to_json_string", None)):
+        return str(write())
+    if is_dataclass(config) and not isinstance(config, type):
+        try:
+            return json.dumps(asdict(config))
+        except TypeError:
+            return None
+    return None

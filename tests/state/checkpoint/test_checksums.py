@@ -25,7 +25,7 @@ from lightning_ups.state.checkpoint.checksums import (
     Verifier,
     checksum,
 )
-from lightning_ups.state.checkpoint.io import filling, lanes
+from lightning_ups.state.checkpoint.io import lanes, reading
 from lightning_ups.state.checkpoint.io.lanes import Lane, verify_on_devices
 from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
 
@@ -305,8 +305,8 @@ def test_torch_parses_each_kind_of_tensor_once(tmp_path, monkeypatch):
     kinds["d"] = torch.randn(200, 300).t()  # in another order of memory
     tensors = {f"{index}.{name}": each + index for index in range(3) for name, each in kinds.items()}
     Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
-    parsed, stock = [], filling.template
-    monkeypatch.setattr(filling, "template", lambda file: (parsed.append(file), stock(file))[1])
+    parsed, stock = [], reading.template
+    monkeypatch.setattr(reading, "template", lambda file: (parsed.append(file), stock(file))[1])
     targets = {f"state_dict.{name}": torch.zeros_like(weight) for name, weight in tensors.items()}
     read_into(targets, FolderReader(tmp_path / "a", threads=1))
     assert len(parsed) == len(kinds)

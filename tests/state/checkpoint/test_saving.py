@@ -1,4 +1,6 @@
+import json
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from lightning_ups.state.checkpoint import Saver, is_complete, meta
 from lightning_ups.state.checkpoint.consolidation import consolidated
 from lightning_ups.state.checkpoint.loading import load, load_weights
-from lightning_ups.state.checkpoint.saving import gathered, numbered, save_sharded
+from lightning_ups.state.checkpoint.saving import described, gathered, numbered, save_sharded
 from lightning_ups.state.checkpoint.state import named_state
 
 
@@ -88,3 +90,28 @@ def test_sharded_tensors_of_callbacks_are_saved_sharded(ranks, tmp_path):
     assert kind == "DTensor", "laid out like the parameter of its name"
     assert values == [[0, 1], [2, 3], [4, 5]]
     assert shape == (3, 2)
+
+
+@dataclass
+class Config:
+    width: int = 3
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = Config()
+        self.part = nn.Linear(1, 1)
+        self.part.config = Config(9)
+
+
+class Odd(nn.Module):
+    config = object()
+
+
+def test_outermost_models_say_their_config():
+    module = nn.ModuleDict({"model": Inner(), "odd": Odd(), "plain": nn.Linear(1, 1)})
+    found = described(module)
+    assert list(found) == ["model"]
+    assert found["model"]["class"].endswith("test_saving.Inner")
+    assert json.loads(found["model"]["config"]) == {"width": 3}

@@ -3,7 +3,6 @@
 import io
 import sys
 import threading
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import IO, Any
 
@@ -75,6 +74,6 @@ def template(file: IO[bytes]) -> tuple[Tensor, int] | None:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), place
 
 
-def noted(file: str, *, offset: int, length: int, transforms: Sequence[str] = ()) -> Any:
-    """Return DCP's record of a tensor in ``length`` bytes of ``file``, transformed or not."""
-    return _StorageInfo(file, offset, length, transforms or None)
+def noted(file: str, *, offset: int, length: int) -> Any:
+    """Return DCP's record of a tensor in ``length`` bytes of ``file``."""
+    return _StorageInfo(file, offset, length, None)

@@ -7,11 +7,11 @@ DCP pickles every value that is not a tensor. Here torch's restricted unpickler 
 
 import io
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,15 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_ups._compat.optional.packages import require
+from lightning_ups._compat.torch.tensors.tensor_files import template
 from lightning_ups.state.checkpoint import folder, meta
 from lightning_ups.state.checkpoint.checksums import CHECKSUMS, DamagedFileError, Ends, Record, RecordReader, Verifier
 from lightning_ups.state.checkpoint.dcp_metadata import TENSORS, read_metadata
-from lightning_ups.state.checkpoint.io.filling import Template, fill
-from lightning_ups.state.checkpoint.io.lanes import SMALL, Lane, Lanes, spread, wait_for_devices
+from lightning_ups.state.checkpoint.io.lanes import SMALL, Lane, Lanes, bytes_of, spread, wait_for_devices
 
-__all__ = ["FolderReader", "Sliceable", "SlicedReader", "read_into", "safetensors_slices"]
+__all__ = ["FolderReader", "SlicedReader", "fill", "mapped_safetensors", "read_into"]
+
+Template = tuple[Tensor, int] | None  # a tensor without its bytes, and the offset of these
 
 
 def read_into(
@@ -112,8 +114,6 @@ class FolderReader(FileSystemReader):
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        if any(self._place(item).transform_descriptors for item in plan.items):
-            return super().read_data(plan, planner)  # for example, compressed
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 with self._opened(item) as (view, reader):
@@ -180,6 +180,86 @@ class FolderReader(FileSystemReader):
         return self.storage_data[item.storage_index]
 
 
+@torch.no_grad()
+def fill(
+    target: Tensor,
+    item: ReadItem,
+    *,
+    view: IO[bytes],
+    reader: RecordReader,
+    lane: Lane,
+    templates: dict[Ends, Template] | None = None,
+) -> None:
+    """Fill ``target`` with the part of a saved tensor that ``item`` selects.
+
+    A part that is contiguous in the file is read directly into host memory, or through the buffers of ``lane`` into GPU
+    memory. For any other part the whole tensor is read, as by torch's own reader.
+
+    Args:
+        target: A tensor with the shape of the part.
+        item: The selected part.
+        view: The bytes that ``torch.save`` wrote for the tensor.
+        reader: A reader of the same bytes; its verifier may still use them when this returns.
+        lane: The lane of this thread.
+        templates: Tensors that were read before. Torch takes half a millisecond to parse one.
+
+    Raises:
+        ValueError: If the shapes differ, the file is too short, or it differs from what was written.
+    """
+    if target.shape != item.lengths:
+        raise ValueError(f"a part of shape {tuple(item.lengths)} cannot fill one of {tuple(target.shape)}")
+    found = _template(view, reader.ends(), {} if templates is None else templates)
+    if found is None or not found[0].is_contiguous():
+        reader.verify()
+        view.seek(0)
+        whole = torch.load(view, map_location="cpu", weights_only=True)
+        target.copy_(whole[_box(item)] if whole.dim() else whole)
+        return
+    saved, place = found
+    start = _start_of_run(saved, item)
+    if start is None:
+        whole = torch.empty(saved.shape, dtype=saved.dtype)
+        _fill_row(whole, reader, place, lane)
+        target.copy_(whole[_box(item)])
+        return
+    is_direct = target.dtype == saved.dtype and target.device.type in ("cpu", "cuda") and target.is_contiguous()
+    if is_direct and _fill_row(target, reader, place + start, lane):
+        return
+    part = torch.empty(target.shape, dtype=saved.dtype)
+    _fill_row(part, reader, place + start, lane)
+    target.copy_(part)
+
+
+def _template(view: IO[bytes], ends: Ends | None, known: dict[Ends, Template]) -> Template:
+    if ends is None or not ends.head:  # it may contain anything
+        return template(view)
+    if ends not in known:
+        known[ends] = template(view)
+    return known[ends]
+
+
+def _fill_row(target: Tensor, reader: RecordReader, place: int, lane: Lane) -> bool:
+    row = bytes_of(target)
+    if row is None:
+        return False
+    lane.fill(row, reader, place)
+    return True
+
+
+def _start_of_run(saved: Tensor, item: ReadItem) -> int | None:
+    """Return the byte offset of the part in the contiguous tensor ``saved``, or None if it is not contiguous."""
+    partial = False
+    for size, length in zip(reversed(saved.shape), reversed(item.lengths), strict=True):
+        if partial and length != 1:
+            return None
+        partial = partial or length != size
+    return saved.itemsize * sum(a * b for a, b in zip(item.storage_offsets, saved.stride(), strict=True))
+
+
+def _box(item: ReadItem) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
+
+
 class _SafePlanner(DefaultLoadPlanner):
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -188,33 +268,15 @@ class _SafePlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-class Sliceable(Protocol):
-    """A saved tensor that can be read in part."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """The shape of the whole tensor."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which it was saved."""
-        ...
-
-    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
-        """Return a part of the tensor."""
-        ...
-
-
 class SlicedReader(StorageReader):
-    """Reads tensors of which each rank takes only its part: from one memory-mapped file, or from safetensors.
+    """Reads tensors of which each rank takes only its part; those of memory-mapped files are not read as a whole.
 
     Args:
-        tensors: Tensors by name; ordinary ones work, too.
+        tensors: Tensors by name.
     """
 
-    def __init__(self, tensors: Mapping[str, Sliceable] | Mapping[str, Tensor]) -> None:
-        self._tensors: Mapping[str, Any] = tensors
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
 
     @override
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -243,10 +305,10 @@ class SlicedReader(StorageReader):
             ends = (start + length for start, length in zip(item.storage_offsets, item.lengths, strict=True))
             index = tuple(slice(start, end) for start, end in zip(item.storage_offsets, ends, strict=True))
             target = planner.resolve_tensor(item).detach()
-            source = self._tensors[item.storage_index.fqn]
-            if isinstance(source, Tensor):  # optimizer state may be sparse, like gradients of an embedding
-                source = source.to_dense()
-            target.copy_(source[index] if index else source[()])
+            source = self._tensors[
+                item.storage_index.fqn
+            ].to_dense()  # optimizer state may be sparse, as an embedding's
+            target.copy_(source[index])
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -258,52 +320,23 @@ class SlicedReader(StorageReader):
         return False
 
 
-def _described(tensor: Sliceable) -> TensorStorageMetadata:
-    size = torch.Size(tensor.shape)
-    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), size, [whole])
+def _described(tensor: Tensor) -> TensorStorageMetadata:
+    whole = ChunkStorageMetadata(offsets=torch.Size([0] * tensor.dim()), sizes=tensor.shape)
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [whole])
 
 
-class _SafetensorsSlice:
-    def __init__(self, file: Any, name: str) -> None:
-        self._file, self._name = file, name
-        description = file.get_slice(name)
-        self.shape: Sequence[int] = description.get_shape()
-        self.dtype = _DTYPES[description.get_dtype()]
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        return self._file.get_slice(self._name)[index] if index else self._file.get_tensor(self._name)
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-
-
-def safetensors_slices(path: Path) -> dict[str, Sliceable]:
-    """Return the tensors of a ``.safetensors`` file, or of a folder of them, without reading any.
+def mapped_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a ``.safetensors`` file, or of a folder of them, memory-mapped: nothing is read yet.
 
     Raises:
         ValueError: If there are none.
     """
     safetensors = require("safetensors", requirement="safetensors>=0.4.3", extra="hf", feature="safetensors")
-    found: dict[str, Sliceable] = {}
+    found = dict[str, Tensor]()
     for file in _safetensors_files(path):
         try:
             opened = safetensors.safe_open(file, framework="pt")
-            for name in opened.keys():  # noqa: SIM118  (not a dict)
-                found[name] = _SafetensorsSlice(opened, name)
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a dict)
         except (safetensors.SafetensorError, LookupError) as error:
             raise ValueError(meta.damage(file, error)) from error
     return found
