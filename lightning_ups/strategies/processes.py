@@ -147,7 +147,8 @@ def _failed(error: str, environment: ClusterEnvironment, timeout: timedelta) -> 
 
 
 _NEEDED = (
-    "Start all of them, each with its own rank and with the same address, port and number of processes."
+    "Start all of them (under SLURM by `srun python train.py`), each with its own rank and with the same address, port"
+    " and number of processes."
     " All must be able to reach that address."
 )
 

@@ -44,7 +44,7 @@ def test_a_wait_is_logged_after_longer_and_longer_pauses(environment, port, monk
             time.sleep(0.01)
     first, second = caplog.messages
     assert first.startswith("Process 0 of 2, by LightningEnvironment, has waited 0.1 s for the others at 127.0.0.1:")
-    assert f":{port}. Start all of them, each with its own rank" in first
+    assert f":{port}. Start all of them (under SLURM by `srun python train.py`)" in first
     assert first.endswith("It gives up after 30 minutes.")
     assert "has waited 0.6 s" in second
 
