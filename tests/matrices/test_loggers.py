@@ -13,6 +13,7 @@ import wandb
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CometLogger, CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -153,6 +154,7 @@ def run(request, tmp_path_factory):
     parts = [AccelerationFlags(late_logs=True), manifest, TokenThroughput(warmup_steps=2), report, StepGuard()]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(rank_zero_only, "rank", 0)
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         module, logger = Late(put_in_place(patch.setattr, lag=3)), build(folder)

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_ups.strategies import Communication, FSDP2Strategy, SimpleFSDPStrategy, processes
 from lightning_ups.strategies.processes import rendezvous
@@ -127,5 +128,6 @@ def test_processes_that_srun_started_are_those_that_the_trainer_asks_for(
     last = {"PROCID": tasks - 1, "LOCALID": tasks // nodes - 1, "NODEID": nodes - 1}
     for name, value in {**slurm, **last}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # the Trainer changes it
     with pytest.raises(ValueError, match=cure):
         toy_trainer(tmp_path, strategy=strategy(), **options).fit(Net(), loader())
