@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from lightning_ups._compat.lightning.checkpoints import (
     ask_strategy_for_last,
     checkpoint_folders,
-    kept_checkpoints,
     last_checkpoints,
 )
 from lightning_ups._compat.lightning.sharding import regroup, regroups
@@ -34,7 +33,6 @@ from lightning_ups.state.checkpoint import (
     described,
     gathered,
     has_checksums,
-    is_complete,
     load,
     load_optimizers,
     located,
@@ -75,11 +73,10 @@ class Checkpoints:
 
     Args:
         strategy: The strategy with the module and optimizers.
-        save: ``"sharded"``: a folder to which every rank writes its part. ``"full"``: one file, gathered on rank 0, as
-            a single device would write it.
-        async_save: Write in the background, from a copy on the host.
-        weights_only: Load only data that cannot run code.
-        on_unreplayable: ``"warn"`` or ``"refuse"`` if the run could not be resumed exactly.
+        save: An argument of the strategy, as all that follow.
+        async_save: See there.
+        weights_only: See there.
+        on_unreplayable: See there.
 
     Raises:
         ValueError: If a full checkpoint should be written in the background.
@@ -89,16 +86,15 @@ class Checkpoints:
         self,
         strategy: Strategy,
         *,
-        save: Save = "sharded",
-        async_save: bool = False,
-        weights_only: bool = True,
-        on_unreplayable: OnUnreplayable = "warn",
+        save: Save,
+        async_save: bool,
+        weights_only: bool,
+        on_unreplayable: OnUnreplayable,
     ) -> None:
         if save == "full" and async_save:
             raise ValueError(
-                f"{type(strategy).__name__}(save='full', async_save=True) contradicts itself."
-                " Gathering the whole on rank 0 is what takes the time, and it cannot be done beside training."
-                " Use save='sharded', and make one file of it later: python -m lightning_ups export."
+                f"{type(strategy).__name__}(save='full', async_save=True) contradicts itself: tensors are not gathered"
+                " during training. Use save='sharded', and make one file of it later: python -m lightning_ups export."
             )
         self._strategy, self._sharded, self._weights_only = strategy, save == "sharded", weights_only
         self._saver = Saver(asynchronous=async_save, timeout=timedelta(minutes=60))
@@ -125,9 +121,8 @@ class Checkpoints:
         reasons = {place: reason for place in self._places() if (reason := unwritable(place))}
         for place, reason in self._strategy.broadcast(reasons).items():
             raise ValueError(
-                f"No checkpoint could be saved in {place}: {reason}."
-                " The first save would fail, and with it what was trained until then."
-                " Give ModelCheckpoint another dirpath or the Trainer another default_root_dir, or make it writable."
+                f"No checkpoint could be saved in {place}: {reason}. Give ModelCheckpoint another dirpath, or the"
+                " Trainer another default_root_dir, or make it writable."
             )
 
     def _places(self) -> Iterator[Path]:
@@ -153,7 +148,8 @@ class Checkpoints:
         state = self._module.state_dict()
         if self._sharded:
             return state
-        whole = self._on_first(gathered(state), {})
+        whole = gathered(state)  # a collective
+        whole = whole if self._strategy.is_global_zero else {}
         self._gathered = [
             ref(whole[name]) for name, value in state.items() if name in whole and isinstance(value, DTensor)
         ]
@@ -167,7 +163,7 @@ class Checkpoints:
         if self._sharded:
             return state
         whole = gathered(state)
-        return self._on_first(numbered(whole), {})
+        return numbered(whole) if self._strategy.is_global_zero else {}
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Save the checkpoint collected by ``Trainer.save_checkpoint``.
@@ -243,15 +239,12 @@ class Checkpoints:
             group=self._saver.group,
         )
         if found.is_dir() and not has_checksums(found):
-            rank_zero_info(
-                f"{found} has no checksums, so that its content was not verified; an earlier version wrote it."
-            )
+            rank_zero_info(f"{found} was not verified: an earlier version wrote it, without checksums.")
         if left:
             rank_zero_warn(
-                f"{found} holds hyperparameters whose classes are not trusted, and they were left out:"
-                f" {', '.join(f'{name} at {place}' for place, name in list(left.items())[:5])}."
-                " Resuming does not need them. To read them, too, name the classes in"
-                " torch.serialization.add_safe_globals([...]), or set"
+                f"{found}: hyperparameters of untrusted classes were left out:"
+                f" {', '.join(f'{name} at {place}' for place, name in list(left.items())[:5])}. Resuming does not need"
+                " them. To read them, use torch.serialization.add_safe_globals([...]), or"
                 f" {type(self._strategy).__name__}(weights_only=False) if you trust the file."
             )
         if self._connection is not None and RESUME_KEY in rest:
@@ -298,10 +291,8 @@ class Checkpoints:
         if changed:
             raise ValueError(
                 f"{type(self._module).__name__}.on_load_checkpoint has changed {', '.join(changed[:5])} in the"
-                " checkpoint, which would have no effect."
-                f" {type(self._strategy).__name__} reads weights and optimizers before that hook, each rank its part."
-                " Make one file of the checkpoint (python -m lightning_ups export --format torch), change that, and"
-                " resume from it."
+                " checkpoint, which has no effect: weights and optimizers are read before that hook. Make one file of"
+                " the checkpoint (python -m lightning_ups export --format torch), change that, and resume from it."
             )
         if self.reads_optimizers_later:
             checkpoint["optimizer_states"] = []  # Lightning expects the key before it calls the strategy
@@ -343,17 +334,6 @@ class Checkpoints:
                 f"{directory}: deleted {sum(deleted.values()) / 1e9:.2f} GB that a killed run had left half written:"
                 f" {', '.join(sorted(deleted))}."
             )
-        if is_ours and (left := self._left_whole(directory)):
-            rank_zero_info(
-                f"{directory}: {', '.join(left)} of a killed run are whole and stay."
-                " No ModelCheckpoint of this run knows them: delete what you do not need."
-            )
-
-    def _left_whole(self, directory: Path) -> list[str]:
-        trainer = self._trainer
-        known = {path.resolve() for path in [*kept_checkpoints(trainer), Path(trainer.ckpt_path or "")]}
-        here = (path for path in sorted(directory.glob("*.ckpt")) if path.is_dir() and not path.is_symlink())
-        return [path.name for path in here if path.resolve() not in known and is_complete(path)]
 
     def _unclaim(self) -> None:
         for file in self._claims.values():
@@ -409,9 +389,8 @@ class Checkpoints:
                 if (whole := newest(path.parent)) is None:
                     raise
                 rank_zero_warn(
-                    f"{path} is not whole: the process that wrote it died, or its disk was full."
-                    f" {whole} is the newest whole checkpoint beside it, and the run resumes from there."
-                    " What was trained since is trained again."
+                    f"{path} is incomplete: the process that wrote it died, or its disk was full. The run resumes from"
+                    f" {whole}, the newest complete checkpoint next to it."
                 )
                 return whole
         return resolve(path)
@@ -419,20 +398,15 @@ class Checkpoints:
     def _local(self, path: str | Path, storage_options: Any) -> Path:
         if storage_options is not None:
             raise TypeError(
-                f"{type(self._strategy).__name__} was given storage_options={storage_options!r}."
-                " They belong to a CheckpointIO, and a sharded checkpoint is written by every rank without one."
-                " Leave them out."
+                f"{type(self._strategy).__name__} does not support storage_options={storage_options!r}, which belong to"
+                " a CheckpointIO. Leave them out."
             )
         if "://" in str(path) and not str(path).startswith("file://"):
             raise ValueError(
-                f"{type(self._strategy).__name__} cannot keep checkpoints at {path}."
-                " A checkpoint takes its place by renaming a folder, which an object store cannot do."
-                " Give a directory that all nodes see, and copy from it."
+                f"{type(self._strategy).__name__} cannot keep checkpoints at {path}: an object store cannot rename"
+                " folders. Give a directory that all nodes see, and copy from it."
             )
         return Path(str(path).removeprefix("file://"))
-
-    def _on_first(self, value: Any, otherwise: Any) -> Any:
-        return value if self._strategy.is_global_zero else otherwise
 
     def _report(self, path: Path) -> None:
         last, trainer = self._saver.last, self._trainer

@@ -70,11 +70,7 @@ class Communication:
 
 
 def check_processes(environment: ClusterEnvironment, *, devices: int, num_nodes: int) -> None:
-    """Raise, in each process, if the number of processes is wrong: they would wait for missing ones.
-
-    Raises:
-        ValueError: In that case.
-    """
+    """Raise, in each process, if the number of processes is wrong: they would wait for missing ones."""
     wanted = num_nodes * devices
     if (started := environment.world_size()) != wanted:
         raise ValueError(
@@ -87,11 +83,7 @@ def check_processes(environment: ClusterEnvironment, *, devices: int, num_nodes:
 
 
 def refuse_notebook(strategy: str, count: int) -> None:
-    """Raise if ``count`` processes would have to be started from a notebook.
-
-    Raises:
-        ValueError: If there is more than one.
-    """
+    """Raise if ``count`` processes would have to be started from a notebook."""
     if count > 1:
         raise ValueError(
             f"{strategy} cannot start {count} processes from a notebook; one device works there."

@@ -19,7 +19,6 @@ from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from lightning_ups.transforms.sharding import unsharded
-from tests.processor import needs_lstm_by_autocast
 from tests.strategies import cases
 from tests.strategies.cases import (
     CASES,
@@ -42,20 +41,27 @@ def loader(size=8):
     return DataLoader(data(), batch_size=size)
 
 
-def made(tmp_path, *, name="Case", strategy=None, **options):
+KINDS = [FSDP2Strategy, pytest.param(SimpleFSDPStrategy, marks=pytest.mark.slow)]
+
+
+def made(tmp_path, *, name="Case", kind=FSDP2Strategy, strategy=None, callbacks=(), **options):
+    """Return a case and its Trainer: by a strategy on ranks, or on one device."""
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    strategy = FSDP2Strategy(**(strategy or {})) if dist.is_initialized() else "auto"
-    return CASES[name](), trainer(tmp_path, strategy=strategy, devices=ranks, **options)
+    if not dist.is_initialized():
+        return CASES[name](), trainer(tmp_path, callbacks=callbacks, **options)
+    if kind is SimpleFSDPStrategy:
+        callbacks = [*callbacks, Compile(backend="aot_eager")]
+    strategy = kind(**(strategy or {}))
+    return CASES[name](), trainer(tmp_path, strategy=strategy, devices=2, callbacks=callbacks, **options)
 
 
-def evaluated_first(tmp_path):
+def evaluated_first(tmp_path, kind):
     with pytest.MonkeyPatch.context() as patch:
         # Lightning avoids inference mode where it reads "gloo", so that CPU tests would not see what GPUs do.
         namespace = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_backend=lambda: "nccl")
         patch.setattr("lightning.pytorch.loops.utilities.dist", namespace)
-        model, lightning = made(tmp_path)
+        model, lightning = made(tmp_path, kind=kind)
         modes = []
         model.on_validation_start = lambda: modes.append(torch.is_inference_mode_enabled())
         lightning.validate(model, loader(), verbose=False)
@@ -68,8 +74,9 @@ def evaluated_first(tmp_path):
         return losses_of(model, 5), before, left, modes, [len(p) for p in predictions], inference
 
 
-def test_evaluation_before_and_after_fit(ranks, tmp_path):
-    losses, before, left, modes, sizes, inference = ranks(evaluated_first, tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_before_and_after_fit(ranks, tmp_path, kind):
+    losses, before, left, modes, sizes, inference = ranks(evaluated_first, tmp_path, kind)
     right = expected("Case", tmp_path, {})["losses"]
     assert losses == pytest.approx(right, rel=1e-5)
     assert before == pytest.approx(right[0], rel=1e-5)
@@ -90,8 +97,8 @@ def test_validation_within_an_accumulation_changes_nothing(ranks, tmp_path, ever
     check(ranks(validated_within, tmp_path, every), expected("Case", tmp_path, {"accumulate": 4}))
 
 
-def after_an_exception(tmp_path, where):
-    model, lightning = made(tmp_path)
+def after_an_exception(tmp_path, kind):
+    model, lightning = made(tmp_path, kind=kind)
     run, seen = model.layers[1].up.forward, []
 
     def fail(x):
@@ -104,13 +111,13 @@ def after_an_exception(tmp_path, where):
     with pytest.raises(RuntimeError, match="stop here"):
         lightning.fit(model, loader())
     model.losses.clear()
-    again = trainer(tmp_path, strategy=FSDP2Strategy(), devices=2)
-    again.fit(model, loader())
+    made(tmp_path, kind=kind)[1].fit(model, loader())
     return losses_of(model, 5)
 
 
-def test_a_fit_after_an_exception_within_a_forward(ranks, tmp_path):
-    losses = ranks(after_an_exception, tmp_path, "forward")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fit_after_an_exception_within_a_forward(ranks, tmp_path, kind):
+    losses = ranks(after_an_exception, tmp_path, kind)
     assert losses == pytest.approx(expected("Case", tmp_path, {})["losses"], rel=1e-5)
 
 
@@ -123,25 +130,25 @@ OUTSIDE = {
 }
 
 
+WHERE = [*((what, FSDP2Strategy) for what in OUTSIDE), ("numpy", SimpleFSDPStrategy)]
+
+
 def failed_outside(tmp_path, what, kind):
-    model, lightning = made(tmp_path)
-    if kind == "simple":
-        lightning = trainer(tmp_path, strategy=SimpleFSDPStrategy(), devices=2, callbacks=[Compile(backend="eager")])
+    model, lightning = made(tmp_path, kind=kind)
     model.on_train_start = lambda: OUTSIDE[what](model)
     with pytest.raises((RuntimeError, TypeError, AssertionError, ZeroDivisionError)) as failed:
         lightning.fit(model, loader())
     return getattr(failed.value, "__notes__", [])
 
 
-@pytest.mark.parametrize(("what", "kind"), [*((what, "fsdp2") for what in OUTSIDE), ("numpy", "simple")])
+@pytest.mark.parametrize(("what", "kind"), WHERE)
 def test_code_outside_of_a_step_that_takes_a_part_for_the_whole_is_told_so(ranks, tmp_path, what, kind):
     notes = ranks(failed_outside, tmp_path, what, kind)
     if what == "other":
         assert notes == []
         return
     (note,) = notes
-    name = "FSDP2Strategy" if kind == "fsdp2" else "SimpleFSDPStrategy"
-    assert note.startswith(f"Under {name}, parameters and gradients are shards (DTensor) outside of a step")
+    assert note.startswith(f"Under {kind.__name__}, parameters and gradients are shards (DTensor) outside of a step")
     assert "tensor.full_tensor()" in note
 
 
@@ -166,15 +173,6 @@ def test_bf16_computes_in_blocks_and_gives_float32_gradients(ranks, tmp_path, op
     assert ranks(types_seen, tmp_path, options) == {
         "weight": half, "inside": half, "root": root, "gradient": full, "loss": full, "master": full,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["Normed", "Recurrent", "Scalar", "Manual", "Gpt"])
-def test_bf16_trains_whatever_ddp_trains(ranks, tmp_path, name):
-    if name == "Recurrent":
-        needs_lstm_by_autocast()
-    options = {"precision": "bf16-mixed"}
-    ours, ddp = (ranks(on_ranks, name, tmp_path, s, 2, options) for s in ({}, "ddp_find_unused_parameters_true"))
-    assert ours["losses"] == pytest.approx(ddp["losses"], rel=0.03)
 
 
 def normed(tmp_path, strategy):
@@ -231,16 +229,19 @@ CALLBACKS = {
 }
 
 
-def with_callback(tmp_path, name):
-    model, lightning = made(tmp_path, callbacks=[CALLBACKS[name]()])
+def with_callback(tmp_path, name, kind):
+    model, lightning = made(tmp_path, kind=kind, callbacks=[CALLBACKS[name]()])
     lightning.fit(model, loader(8 if dist.is_initialized() else 16), loader(8))
     return {"losses": losses_of(model, 5), "weights": weights_of(model)}
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.filterwarnings("ignore")
-def test_callbacks_that_touch_weights(ranks, tmp_path, name):
-    check(ranks(with_callback, tmp_path, name), with_callback(tmp_path, name))
+def test_callbacks_that_touch_weights(ranks, tmp_path, name, kind):
+    if (name, kind) == ("swa", SimpleFSDPStrategy):
+        pytest.skip("not tried")
+    check(ranks(with_callback, tmp_path, name, kind), with_callback(tmp_path, name, kind))
 
 
 class Clamps(cases.Case):
@@ -420,17 +421,18 @@ def test_gradients_that_are_assigned_are_told(ranks, tmp_path):
     assert "outside" not in str(it.value).partition("RuntimeError: SGD")[2]
 
 
-def norm_logged(tmp_path):
-    model, lightning = made(tmp_path, epochs=1, gradient_clip_val=0.1)
+def norm_logged(tmp_path, kind):
+    model, lightning = made(tmp_path, kind=kind, epochs=1, gradient_clip_val=0.1)
     lightning.fit(model, loader())
     return lightning.callback_metrics["grad_norm"].item()
 
 
-def test_the_norm_before_clipping_is_logged(ranks, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_norm_before_clipping_is_logged(ranks, tmp_path, kind):
     whole_model = CASES["Case"]()
     whole_model.loss(data()).backward()
     expected_norm = torch.nn.utils.get_total_norm([p.grad for p in whole_model.parameters()]).item()
-    assert ranks(norm_logged, tmp_path) == pytest.approx(expected_norm, rel=1e-5)
+    assert ranks(norm_logged, tmp_path, kind) == pytest.approx(expected_norm, rel=1e-5)
     assert expected_norm > 0.1
 
 

@@ -214,16 +214,38 @@ def test_ddp_trains_the_same(ranks, alone, tmp_path):
     assert found["types"] == [{(torch.float32, torch.float32)}] * 2
 
 
-def sharded(tmp_path, run):
-    return run("Fourier", tmp_path, {}, 2, options())
+def fitted(tmp_path, run, name, options):  # ranks import this file with it, and so know its cases
+    try:
+        return run(name, tmp_path, {}, 2, options)
+    except RuntimeError as error:  # of a torch whose groups are of one type
+        if "FSDP2Strategy(outside=['head.weight'])" not in str(error):
+            raise
+        return run(name, tmp_path, {"outside": ["head.weight"]}, 2, options)
+
+
+PARTS = {
+    "Fourier": BF16Precision(in_float32=KEPT, weights="masters"),
+    "Encoded": BF16Precision(in_float32=["encoder"]),  # blocks inside of one
+    "TwiceTied": BF16Precision(in_float32=["project", "back", "head"], weights="masters"),
+    "Outermost": BF16Precision(in_float32=["net"], weights="masters"),
+}
 
 
 @pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
-def test_shards_train_the_same(run, ranks, alone, tmp_path):
-    found = ranks(sharded, tmp_path, run)
-    assert found["losses"] == pytest.approx(alone["masters"][2]["losses"], rel=2e-3)
-    for name, weight in alone["masters"][2]["weights"].items():
-        torch.testing.assert_close(found["weights"][name], weight, rtol=0.02, atol=2e-3)
+@pytest.mark.parametrize("name", PARTS)
+def test_shards_train_the_same(run, name, ranks, tmp_path):
+    found = ranks(fitted, tmp_path, run, name, {"plugins": [PARTS[name]]})
+    right = train(name, tmp_path, plugins=[PARTS[name]])[2]
+    assert found["losses"] == pytest.approx(right["losses"], rel=2e-3)
+    for key, weight in right["weights"].items():
+        torch.testing.assert_close(found["weights"][key], weight, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize("case", ["Uncommon", "UncommonOutput"])
+def test_a_class_that_can_be_no_group_is_cast_around_all_the_same(ranks, tmp_path, case):
+    asked = {"plugins": [BF16Precision(weights="masters")]}
+    found, expected = ranks(fitted, tmp_path, on_ranks, case, asked), train(case, tmp_path, **asked)[2]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-2)
 
 
 def float8(in_float32=KEPT):
@@ -275,70 +297,10 @@ def test_float8_of_nothing_is_refused(tmp_path):
         train("Wide", tmp_path, plugins=[float8(["layers.*"])])
 
 
-def encoder_options():
-    return {"plugins": [BF16Precision(in_float32=["encoder"])]}
-
-
-@pytest.fixture(scope="module")
-def encoded(tmp_path_factory):
-    return train("Encoded", tmp_path_factory.mktemp("encoded"), **encoder_options())
-
-
-def test_what_is_given_to_an_outermost_one_is_not_rounded_before(encoded):
-    assert encoded[0].encoder.rounded
-    assert not any(encoded[0].encoder.rounded)
-
-
-def sharded_encoder(tmp_path, run):
-    return run("Encoded", tmp_path, {}, 2, encoder_options())
-
-
-@pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
-def test_blocks_inside_of_one_are_given_float32(run, ranks, encoded, tmp_path):
-    found = ranks(sharded_encoder, tmp_path, run)
-    assert found["losses"] == pytest.approx(encoded[2]["losses"], rel=2e-3)
-
-
-def tied_options():
-    return {"plugins": [BF16Precision(weights="masters", in_float32=["project", "back", "head"])]}
-
-
-def sharded_ties(tmp_path, run):
-    try:
-        return run("TwiceTied", tmp_path, {}, 2, tied_options())
-    except RuntimeError as error:  # of a torch whose groups are of one type
-        if "FSDP2Strategy(outside=['head.weight'])" not in str(error):
-            raise
-        return run("TwiceTied", tmp_path, {"outside": ["head.weight"]}, 2, tied_options())
-
-
-@pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
-def test_what_two_of_them_share_is_float32_too(run, ranks, tmp_path):
-    found = ranks(sharded_ties, tmp_path, run)
-    expected = train("TwiceTied", tmp_path, **tied_options())[2]
-    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
-
-
-def sharded_whole(tmp_path, run):
-    return run("Outermost", tmp_path, {}, 2, {"plugins": [BF16Precision(weights="masters", in_float32=["net"])]})
-
-
-@pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
-def test_an_outermost_one_returns_float32_as_others_do(run, ranks, tmp_path):
-    found = ranks(sharded_whole, tmp_path, run)
-    expected = train("Outermost", tmp_path, plugins=[BF16Precision(weights="masters", in_float32=["net"])])[2]
-    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
-
-
-def sharded_uncommon(tmp_path, case):
-    return on_ranks(case, tmp_path, {}, 2, {"plugins": [BF16Precision(weights="masters")]})
-
-
-@pytest.mark.parametrize("case", ["Uncommon", "UncommonOutput"])
-def test_a_class_that_can_be_no_group_is_cast_around_all_the_same(ranks, tmp_path, case):
-    found = ranks(sharded_uncommon, tmp_path, case)
-    expected = train(case, tmp_path, plugins=[BF16Precision(weights="masters")])[2]
-    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-2)
+def test_what_is_given_to_an_outermost_one_is_not_rounded_before(tmp_path):
+    encoder = train("Encoded", tmp_path, plugins=[BF16Precision(in_float32=["encoder"])])[0].encoder
+    assert encoder.rounded
+    assert not any(encoder.rounded)
 
 
 def failing(tmp_path):
@@ -352,17 +314,6 @@ def test_under_shards_the_error_says_which_part_and_how(ranks, tmp_path):
     said = ranks(failing, tmp_path)
     assert said.startswith("training_step calls an operator that does not support torch.bfloat16: Unsupported dtype")
     assert "let layers.0.0 (Spectral) compute in float32" in said
-
-
-def failing_by_ddp(tmp_path):
-    try:
-        train("Fourier", tmp_path, strategy="ddp", ranks=2, plugins=[BF16Precision(weights="masters")])
-    except RuntimeError as error:
-        return error.__notes__
-
-
-def test_under_ddp_the_name_is_one_that_can_be_given(ranks, tmp_path):
-    assert "let layers.0.0 (Spectral) compute in float32" in ranks(failing_by_ddp, tmp_path)[0]
 
 
 @dataclass
@@ -408,8 +359,10 @@ class Dataclasses(Case):
         return (found.values.sum(-1) - x.sum(-1)).square().mean() + found.spectrum.abs().mean()
 
 
+CASES["Dataclasses"] = Dataclasses
+
+
 def with_dataclasses(tmp_path, run):
-    CASES["Dataclasses"] = Dataclasses
     Dataclasses.types.clear()
     kept = {"plugins": [BF16Precision(in_float32=["model.layers.*.spectral"])]}
     result = train("Dataclasses", tmp_path, **kept)[2] if run is None else run("Dataclasses", tmp_path, {}, 2, kept)
@@ -422,7 +375,6 @@ BY_FSDP2 = pytest.param(on_ranks, marks=pytest.mark.skipif(not LOOKS, reason="to
 
 @pytest.mark.parametrize("run", [None, BY_FSDP2, simply_on_ranks], ids=["masters", "fsdp2", "simple_fsdp"])
 def test_fields_of_dataclasses_have_the_types_of_other_tensors(run, ranks, tmp_path):
-    CASES["Dataclasses"] = Dataclasses
     plain = train("Dataclasses", tmp_path)[2]["losses"]
     losses, types = with_dataclasses(tmp_path, run) if run is None else ranks(with_dataclasses, tmp_path, run)
     assert types == {(torch.float32, torch.complex64)}
@@ -456,10 +408,10 @@ class PartInDouble(Case):
 
 
 DOUBLE = {kind.__name__: kind for kind in (InDouble, PartInDouble)}
+CASES |= DOUBLE
 
 
 def in_double(tmp_path, name, run):
-    CASES[name] = DOUBLE[name]
     rounded = {"plugins": [BF16Precision(weights="masters")]}
     return (train(name, tmp_path, **rounded)[2] if run is None else run(name, tmp_path, {}, 2, rounded))["losses"]
 
@@ -467,7 +419,6 @@ def in_double(tmp_path, name, run):
 @pytest.mark.parametrize("name", DOUBLE)
 @pytest.mark.parametrize("run", [None, on_ranks, simply_on_ranks], ids=["masters", "fsdp2", "simple_fsdp"])
 def test_what_computes_in_float64_does_so_beside_bfloat16(run, name, ranks, tmp_path):
-    CASES[name] = DOUBLE[name]
     plain = train(name, tmp_path)[2]["losses"]
     losses = in_double(tmp_path, name, run) if run is None else ranks(in_double, tmp_path, name, run)
     assert losses == pytest.approx(plain, rel=1e-12 if name == "InDouble" else 0.02)
@@ -493,8 +444,10 @@ class Mixes(Case):
         return super().run(self.mixing(x))
 
 
+CASES["Mixes"] = Mixes
+
+
 def mixing(tmp_path, precision):
-    CASES["Mixes"] = Mixes
     return on_ranks("Mixes", tmp_path, {}, 2, {"plugins": [precision]})["losses"]
 
 

@@ -46,28 +46,13 @@ def test_two_ranks_are_one_device(ranks, tmp_path, name):
     assert (result["share"] >= 0.8) is (name not in OUTSIDE_BLOCKS), result["share"]
 
 
-# Slow where a class is not much of another kind than one of the others.
-SIMPLY = ("Tied", "Manual", "Meta", "Recurrent")
-SIMPLY_SLOW = (
-    "NestedRecurrent",
-    "Frozen",
-    "ReadOutside",
-    "Gpt",
-    "Case",
-    "Scalar",
-    "MixedTypes",
-    "LoRA",
-    "Fused",
-    "Configured",
-    "ChannelsLast",
-    "GptNormed",
-    "Llama",
-    "Bert",
-    "Clip",
+SIMPLY = ("Tied", "Manual", "Meta", "Recurrent")  # each of another kind; the others are slow tests
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SIMPLY else pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "Normed"],
 )
-
-
-@pytest.mark.parametrize("name", [*SIMPLY, *(pytest.param(name, marks=pytest.mark.slow) for name in SIMPLY_SLOW)])
 def test_two_ranks_are_one_device_by_tensor_code(ranks, tmp_path, name):
     check(ranks(simply_on_ranks, name, tmp_path, {}, 2, {}), expected(name, tmp_path, {}))
 
@@ -86,17 +71,9 @@ def test_options_of_the_trainer(ranks, tmp_path, strategy, options):
     check(ranks(on_ranks, "Scalar", tmp_path, strategy, 2, options), expected("Scalar", tmp_path, options))
 
 
+@pytest.mark.parametrize("options", [OPTIONS["accumulate and clip"]], ids=repr)
 @pytest.mark.parametrize(
-    ("strategy", "options"),
-    [
-        ({}, OPTIONS["accumulate and clip"]),
-        *(
-            pytest.param(strategy, options, marks=pytest.mark.slow)
-            for strategy in ({}, {"sharding": "gradients"}, {"sharding": "none"})
-            for options in OPTIONS.values()
-        ),
-    ],
-    ids=repr,
+    "strategy", [{}, *(pytest.param({"sharding": s}, marks=pytest.mark.slow) for s in ("gradients", "none"))], ids=repr
 )
 def test_options_of_the_trainer_by_tensor_code(ranks, tmp_path, strategy, options):
     check(ranks(simply_on_ranks, "Scalar", tmp_path, strategy, 2, options), expected("Scalar", tmp_path, options))

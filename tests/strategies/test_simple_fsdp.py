@@ -10,11 +10,10 @@ import torch._inductor.config as inductor_config  # noqa: TID251
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch._dynamo import register_backend  # noqa: TID251  (the documented way to register a backend)
 from torch._dynamo.backends.common import aot_autograd  # noqa: TID251
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_ups._compat.torch.compile.overlap import collectives_of
@@ -26,7 +25,6 @@ from lightning_ups.transforms.sharding import unsharded
 from lightning_ups.transforms.simple_fsdp.parametrize import shards_of
 from tests.strategies import any_module, cases
 from tests.strategies.cases import CASES, data, losses_of, on_ranks, simply_on_ranks, weights_of
-from tests.strategies.test_behaviour import Unfreeze
 from tests.strategies.test_checkpoints import run_of
 from tests.strategies.test_parity import check, expected
 from tests.toys import trainer
@@ -47,10 +45,18 @@ def made(tmp_path, *, name="Case", strategy=None, callbacks=None, **options):
     return CASES[name](), trainer(tmp_path, strategy=strategy, devices=2, callbacks=callbacks, **options)
 
 
+def simply(tmp_path, name, options=None):  # ranks import this file with it, and so know its cases
+    return simply_on_ranks(name, tmp_path, {}, 2, options or {})
+
+
+def under(tmp_path, name, strategy):
+    return on_ranks(name, tmp_path, strategy, 2, {})
+
+
 # Compilation
 
 
-class Wide(cases.Case):
+class WideBlocks(cases.Case):
     def build(self):
         self.model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2)))
         self.head = nn.Linear(16, 1)
@@ -136,7 +142,6 @@ class Breaks(cases.Gpt):
 
 
 def broken(tmp_path, compiles):
-    CASES["Breaks"] = Breaks
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simple_fsdp, "Compiler", partial(simple_fsdp.Compiler, backend="aot_eager"))
         model, lightning = made(tmp_path, name="Breaks", callbacks=[Compile(backend="aot_eager")] if compiles else [])
@@ -169,14 +174,8 @@ class Penalized(cases.Case):
         return loss
 
 
-def penalized(tmp_path):
-    CASES["Penalized"] = Penalized
-    return on_ranks("Penalized", tmp_path, SimpleFSDPStrategy(), 2, {})
-
-
 def test_gradients_of_gradients_train_uncompiled(ranks, tmp_path):
-    CASES["Penalized"] = Penalized
-    check(ranks(penalized, tmp_path), expected("Penalized", tmp_path, {}))
+    check(ranks(under, tmp_path, "Penalized", SimpleFSDPStrategy()), expected("Penalized", tmp_path, {}))
 
 
 class Idioms(cases.Case):
@@ -185,13 +184,7 @@ class Idioms(cases.Case):
 
 
 def test_what_a_parameter_makes_is_plain(ranks, tmp_path):
-    CASES["Idioms"] = Idioms
-    check(ranks(of_class, tmp_path, Idioms), expected("Idioms", tmp_path, {}))
-
-
-def of_class(tmp_path, kind):
-    CASES[kind.__name__] = kind
-    return simply_on_ranks(kind.__name__, tmp_path, {}, 2, {})
+    check(ranks(simply, tmp_path, "Idioms"), expected("Idioms", tmp_path, {}))
 
 
 class Inner(cases.Case):
@@ -203,17 +196,11 @@ class Inner(cases.Case):
 
 def test_gradients_of_shards_are_refused(ranks, tmp_path):
     with pytest.raises(AssertionError, match=r"(?s)calls torch\.autograd\.grad.*Use strategy='ddp'"):
-        ranks(of_class, tmp_path, Inner)
-    check(*(ranks(inner_under, tmp_path, strategy) for strategy in ({}, "ddp")))
-
-
-def inner_under(tmp_path, strategy):
-    CASES["Inner"] = Inner
-    return on_ranks("Inner", tmp_path, strategy, 2, {})
+        ranks(simply, tmp_path, "Inner")
+    check(*(ranks(under, tmp_path, "Inner", strategy) for strategy in ({}, "ddp")))
 
 
 def raising(tmp_path):
-    CASES["Breaks"] = Breaks
     model, lightning = made(tmp_path, name="Breaks", callbacks=[Compile(backend="aot_eager", on_failure="raise")])
     with pytest.raises(RuntimeError) as error:
         lightning.fit(model, loader())
@@ -239,11 +226,9 @@ class PastForward(cases.Case):
 
 
 def nothing_compiled(tmp_path, callbacks):
-    CASES["PastForward"] = PastForward
     model, lightning = made(tmp_path, name="PastForward", callbacks=callbacks)
     lightning.fit(model, loader())
     trained = {"losses": losses_of(model, 5), "weights": weights_of(model)}
-    del CASES["PastForward"]
     compiled = CASES["Case"]()
     compiled.head.compile(backend="eager")
     with pytest.raises(ValueError, match="compiled by the model") as other:
@@ -327,18 +312,16 @@ def test_one_graph_each_way_with_the_collectives_in_it(ranks, tmp_path, name):
 def checkpointed(tmp_path):
     register()
     _SEEN.clear()
-    CASES["Wide"] = Wide
     callbacks = [Compile(backend="ups_seen"), ActivationCheckpoint(save="nothing")]
-    model, lightning = made(tmp_path, name="Wide", callbacks=callbacks)
+    model, lightning = made(tmp_path, name="WideBlocks", callbacks=callbacks)
     lightning.fit(model, loader())
     return [*_SEEN], {"losses": losses_of(model, 5), "weights": weights_of(model)}
 
 
 @pytest.mark.slow
 def test_what_is_recomputed_gathers_once_more_and_not_twice(ranks, tmp_path):
-    CASES["Wide"] = Wide
     seen, result = ranks(checkpointed, tmp_path)
-    check(result, expected("Wide", tmp_path, {}))
+    check(result, expected("WideBlocks", tmp_path, {}))
     (whole,) = [found for kind, found in seen if kind == "backward" and found.get("reduce-scatters") == 8]
     assert ("forward", {"gathers": 8}) in seen
     assert 6 <= whole["gathers"] <= 8
@@ -384,14 +367,12 @@ class Summed(cases.Case):
 
 
 def summed(tmp_path, strategy, callbacks):
-    CASES["Summed"] = Summed
     options = {"accumulate": 2, "gradient_clip_val": 0.1, "callbacks": callbacks}
     return on_ranks("Summed", tmp_path, SimpleFSDPStrategy(**strategy), 2, options)
 
 
 @pytest.mark.parametrize("strategy", [{}, {"sharding": "none"}], ids=repr)
 def test_equal_gradients_are_accumulated_and_clipped_each_by_itself(ranks, tmp_path, strategy):
-    CASES["Summed"] = Summed
     right = expected("Summed", tmp_path, {"accumulate": 2, "gradient_clip_val": 0.1})
     check(ranks(summed, tmp_path, strategy, [Compile(backend="aot_eager")]), right)
 
@@ -399,64 +380,19 @@ def test_equal_gradients_are_accumulated_and_clipped_each_by_itself(ranks, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [{}, {"sharding": "none"}], ids=repr)
 def test_equal_gradients_by_inductor_with_overlap_and_without(ranks, tmp_path, strategy):
-    CASES["Summed"] = Summed
     together, apart = (ranks(summed, tmp_path, {**strategy, "overlap": overlap}, []) for overlap in ("blocks", "none"))
     check(together, expected("Summed", tmp_path, {"accumulate": 2, "gradient_clip_val": 0.1}))
     assert all(torch.equal(weight, apart["weights"][name]) for name, weight in together["weights"].items())
 
 
-def with_complex_weights(tmp_path, strategy):
-    return on_ranks("MixedTypes", tmp_path, SimpleFSDPStrategy(**strategy), 2, {})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [{}, {"sharding": "none"}], ids=repr)
 def test_complex_weights_by_inductor(ranks, tmp_path, strategy):
-    check(ranks(with_complex_weights, tmp_path, strategy), expected("MixedTypes", tmp_path, {}))
+    found = ranks(under, tmp_path, "MixedTypes", SimpleFSDPStrategy(**strategy))
+    check(found, expected("MixedTypes", tmp_path, {}))
 
 
 # Steps
-
-
-def evaluated(tmp_path):
-    model, lightning = made(tmp_path)
-    lightning.validate(model, loader(), verbose=False)
-    before = lightning.callback_metrics["val_loss"].item()
-    whole = unsharded(model)
-    lightning.fit(model, loader())
-    lightning.validate(model, loader(), verbose=False)
-    sizes = [len(p) for p in lightning.predict(model, loader(5))]
-    weight = model.head.weight
-    outside = tuple(model.layers[0](torch.zeros(2, 8)).shape)  # a root, called by the user
-    return losses_of(model, 5), before, whole, sizes, isinstance(weight, DTensor), outside
-
-
-@pytest.mark.slow
-def test_evaluation_before_and_after_fit(ranks, tmp_path):
-    losses, before, whole, sizes, shard, outside = ranks(evaluated, tmp_path)
-    right = expected("Case", tmp_path, {})["losses"]
-    assert losses == pytest.approx(right, rel=1e-5)
-    assert before == pytest.approx(right[0], rel=1e-5)
-    assert (whole, sizes, shard, outside) == ([], [5, 3], True, (2, 8))
-
-
-def after_an_exception(tmp_path):
-    model, lightning = made(tmp_path)
-    model.on_train_batch_start = lambda *_: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        lightning.fit(model, loader())
-    del model.on_train_batch_start
-    left = [m for m in model.modules() if "forward" in vars(m)]
-    again = trainer(tmp_path, strategy=SimpleFSDPStrategy(), devices=2, callbacks=[Compile(backend="aot_eager")])
-    again.fit(model, loader())
-    return left, losses_of(model, 5)
-
-
-@pytest.mark.slow
-def test_a_fit_after_an_exception(ranks, tmp_path):
-    left, losses = ranks(after_an_exception, tmp_path)
-    assert left == []
-    assert losses == pytest.approx(expected("Case", tmp_path, {})["losses"], rel=1e-5)
 
 
 class Writes(cases.Case):
@@ -482,7 +418,6 @@ class WritesToShards(cases.Case):
 
 
 def written(tmp_path):
-    CASES["Writes"] = Writes
     model, lightning = made(tmp_path, name="Writes")
     with pytest.raises(RuntimeError) as error:
         lightning.fit(model, loader())
@@ -569,14 +504,12 @@ class Aside(cases.Case):
 
 
 def aside(run, path, strategy):
-    CASES["Aside"] = Aside
     return run("Aside", path, {"sigterm_every": 1, **strategy}, 2, {"steps": 4})
 
 
 @pytest.mark.parametrize("strategy", [{"sharding": "none"}, {"replicate_size": 2}], ids=str)
 @pytest.mark.parametrize("run", [simply_on_ranks, on_ranks])
 def test_a_device_that_holds_all_may_compute_by_itself(ranks, tmp_path, run, strategy):
-    CASES["Aside"] = Aside
     check(ranks(partial(aside, run, tmp_path, strategy)), expected("Aside", tmp_path, {"steps": 4}))
 
 
@@ -643,73 +576,12 @@ def test_a_penalty_on_all_weights_by_the_cure_is_that_of_one_device(ranks, tmp_p
     check(ranks(listed, tmp_path, "named"), listed(tmp_path, "named", simple=False))
 
 
-def written_to_shards(tmp_path):
-    CASES["WritesToShards"] = WritesToShards
-    return simply_on_ranks("WritesToShards", tmp_path, {}, 2, {})
-
-
 @pytest.mark.slow
 def test_a_write_to_shards_is_kept(ranks, tmp_path):
-    CASES["WritesToShards"] = WritesToShards
-    check(ranks(written_to_shards, tmp_path), expected("WritesToShards", tmp_path, {}))
-
-
-CALLBACKS = {"average": lambda: EMAWeightAveraging(decay=0.5), "unfreeze": Unfreeze}
-
-
-def with_callback(tmp_path, name):
-    callbacks = [CALLBACKS[name](), *([Compile(backend="aot_eager")] if dist.is_initialized() else [])]
-    if dist.is_initialized():
-        model, lightning = made(tmp_path, callbacks=callbacks)
-    else:
-        seed_everything(3, verbose=False)
-        model, lightning = CASES["Case"](), trainer(tmp_path, callbacks=callbacks)
-    lightning.fit(model, loader(8 if dist.is_initialized() else 16), loader(8))
-    return {"losses": losses_of(model, 5), "weights": weights_of(model)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CALLBACKS)
-@pytest.mark.filterwarnings("ignore")
-def test_callbacks_that_touch_weights(ranks, tmp_path, name):
-    check(ranks(with_callback, tmp_path, name), with_callback(tmp_path, name))
-
-
-def norm_logged(tmp_path):
-    model, lightning = made(tmp_path, epochs=1, gradient_clip_val=0.1)
-    lightning.fit(model, loader())
-    return lightning.callback_metrics["grad_norm"].item()
-
-
-@pytest.mark.slow
-def test_the_norm_before_clipping_is_logged(ranks, tmp_path):
-    whole_model = CASES["Case"]()
-    whole_model.loss(data()).backward()
-    right = torch.nn.utils.get_total_norm([p.grad for p in whole_model.parameters()]).item()
-    assert ranks(norm_logged, tmp_path) == pytest.approx(right, rel=1e-5)
+    check(ranks(simply, tmp_path, "WritesToShards"), expected("WritesToShards", tmp_path, {}))
 
 
 # Precision
-
-
-def types_seen(tmp_path):
-    model, lightning = made(tmp_path, name="Gpt", plugins=[BF16Precision(weights="masters")], epochs=1)
-    seen = {}
-    model.model.register_forward_hook(
-        lambda m, _, out: seen.update(root=out.dtype, weight=m.layers[0].attention.qkv.weight.dtype)
-    )
-    model.on_before_optimizer_step = lambda *_: seen.update(gradient=model.model.norm.weight.grad.dtype)
-    lightning.fit(model, loader())
-    masters = {p.dtype for p in model.parameters()}
-    return {**seen, "loss": model.losses[0].dtype, "masters": masters}
-
-
-@pytest.mark.slow
-def test_bf16_gathers_in_bf16_and_keeps_float32(ranks, tmp_path):
-    half, full = torch.bfloat16, torch.float32
-    assert ranks(types_seen, tmp_path) == {
-        "root": full, "weight": half, "gradient": full, "loss": full, "masters": {full},
-    }  # fmt: skip
 
 
 class MixesTypes(cases.Case):
@@ -739,30 +611,15 @@ class Mixing(nn.Linear):
 @pytest.mark.parametrize("kind", [MixesTypes, MixesTypesWithin])
 def test_two_types_are_told_with_a_cure(ranks, tmp_path, kind):
     with pytest.raises(AssertionError, match=r"(?s)two dtypes: .*x\.to\(self\.weight\.dtype\).*in_float32="):
-        ranks(mixing_types, tmp_path, kind)
-
-
-def mixing_types(tmp_path, kind):
-    CASES[kind.__name__] = kind
-    simply_on_ranks(kind.__name__, tmp_path, {}, 2, {"plugins": [BF16Precision(weights="masters")]})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Gpt", pytest.param("Normed", marks=pytest.mark.slow)])
-def test_bf16_trains_what_fsdp2_trains(ranks, tmp_path, name):
-    options = {"precision": "bf16-mixed"}
-    ours, fsdp2 = (ranks(way, name, tmp_path, {}, 2, options) for way in (simply_on_ranks, on_ranks))
-    assert ours["losses"] == pytest.approx(fsdp2["losses"], rel=2e-3)
-    assert ours["losses"][-1] < ours["losses"][0] - 0.001 or name == "Gpt"
+        ranks(simply, tmp_path, kind.__name__, {"plugins": [BF16Precision(weights="masters")]})
 
 
 def in_float8(tmp_path, simple, all_gather, recipe):
     from lightning_ups.precision import Float8Precision
 
-    CASES["Wide"] = Wide
     precision = Float8Precision(emulate=True, all_gather=all_gather, recipe=recipe)
     way = simply_on_ranks if simple else on_ranks
-    result = way("Wide", tmp_path, {}, 2, {"plugins": [precision]})
+    result = way("WideBlocks", tmp_path, {}, 2, {"plugins": [precision]})
     return result["losses"], len(precision.conversion.converted) if precision.conversion else None
 
 
@@ -775,74 +632,45 @@ def test_float8_computes_in_the_graph_what_fsdp2_does(ranks, tmp_path, recipe):
         for simple, all_gather in ((True, None), (False, False))
     )
     assert ours == pytest.approx(fsdp2, rel=5e-3)
-    plain = ranks(wide_in_bf16, tmp_path)["losses"]
+    plain = ranks(simply, tmp_path, "WideBlocks", {"precision": "bf16-mixed"})["losses"]
     assert ours != pytest.approx(plain, rel=1e-6)
-
-
-def wide_in_bf16(tmp_path):
-    CASES["Wide"] = Wide
-    return simply_on_ranks("Wide", tmp_path, {}, 2, {"precision": "bf16-mixed"})
 
 
 # Checkpoints
 
 
-def strategy_of(name, **options):
-    return (SimpleFSDPStrategy if name == "simple" else FSDP2Strategy)(**options)
-
-
-def fit_saving(path, name, *, ckpt_path=None, folder="checkpoints", epochs=4, **options):
+def fit_saving(path, kind, *, ckpt_path=None, folder="checkpoints"):
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
     model = CASES["Fused"]()  # AdamW over shards and scalars
     saver = ModelCheckpoint(path / folder, filename="{epoch}", save_top_k=-1)
-    callbacks = [saver, *([Compile(backend="aot_eager")] if name == "simple" else [])]
-    lightning = run_of(path, strategy=strategy_of(name, **options), callbacks=callbacks, epochs=epochs)
+    callbacks = [saver, *([Compile(backend="aot_eager")] if kind is SimpleFSDPStrategy else [])]
+    lightning = run_of(path, strategy=kind(), callbacks=callbacks)
     lightning.fit(model, loader(), ckpt_path=ckpt_path)
     return torch.stack(model.losses).tolist()
 
 
-def interchanged(path, saves, loads, options):
-    whole = fit_saving(path, saves, **options)
+def interchanged(path, saves, loads):
+    whole = fit_saving(path, saves)
     saved = path / "checkpoints" / "epoch=1.ckpt"
     return whole, fit_saving(path, loads, ckpt_path=saved, folder="again")
 
 
 WAYS = {
-    "resumed": ("simple", "simple", {}),
-    "to fsdp2": ("simple", "fsdp2", {}),
-    "from fsdp2": ("fsdp2", "simple", {}),
-    "in the background": ("simple", "simple", {"async_save": True}),
-    "one file": ("simple", "simple", {"save": "full"}),
-    "none to full": ("simple", "simple", {"sharding": "none"}),
+    "resumed": (SimpleFSDPStrategy, SimpleFSDPStrategy),
+    "to fsdp2": (SimpleFSDPStrategy, FSDP2Strategy),
+    "from fsdp2": (FSDP2Strategy, SimpleFSDPStrategy),
 }
-SLOW = ("resumed", "in the background", "one file", "none to full")
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow) if way in SLOW else way for way in WAYS])
+@pytest.mark.parametrize("way", WAYS)
 def test_checkpoints_are_those_of_fsdp2(ranks, tmp_path, way):
-    saves, loads, options = WAYS[way]
-    whole, resumed = ranks(interchanged, tmp_path, saves, loads, options)
+    whole, resumed = ranks(interchanged, tmp_path, *WAYS[way])
     assert len(resumed) == 2
     if way == "resumed":
         assert resumed == whole[2:]
     else:
         assert resumed == pytest.approx(whole[2:], rel=1e-5)
-
-
-def other_weights(path):
-    fit_saving(path, "simple", epochs=1)
-    saved = path / "checkpoints" / "epoch=0.ckpt"
-    model = CASES["Fused"]()
-    nn.init.zeros_(model.head.weight)
-    lightning = trainer(path, strategy=SimpleFSDPStrategy(), devices=2, callbacks=[Compile(backend="aot_eager")])
-    lightning.validate(model, loader(), ckpt_path=saved, verbose=False)
-    return model.head.weight.full_tensor().abs().sum().item()
-
-
-@pytest.mark.slow
-def test_weights_are_restored_past_the_gathering(ranks, tmp_path):
-    assert ranks(other_weights, tmp_path) > 0
 
 
 # Modules drawn from seeds
@@ -905,15 +733,5 @@ def test_a_gather_in_float8_is_refused(ranks, tmp_path):
         ranks(float8_gather, tmp_path)
 
 
-def other_strategy(tmp_path, first):
-    model, lightning = made(tmp_path, epochs=1)
-    second = trainer(tmp_path, strategy=FSDP2Strategy(), devices=2, epochs=1)
-    one, two = (lightning, second) if first == "simple" else (second, lightning)
-    one.fit(model, loader())
-    two.fit(model, loader())
-
-
-@pytest.mark.parametrize("first", ["simple", pytest.param("fsdp2", marks=pytest.mark.slow)])
-def test_a_module_of_another_strategy_is_refused(ranks, tmp_path, first):
-    with pytest.raises(AssertionError, match=r"(?s)sharded by an earlier run with another strategy"):
-        ranks(other_strategy, tmp_path, first)
+OWN = (Aside, Breaks, Idioms, Inner, MixesTypes, MixesTypesWithin, PastForward, Penalized, Summed, WideBlocks, Writes)
+CASES |= {kind.__name__: kind for kind in (*OWN, WritesToShards)}

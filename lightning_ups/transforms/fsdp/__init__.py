@@ -2,7 +2,6 @@
 
 from lightning_ups.transforms.fsdp.external_reads import ExternalReads
 from lightning_ups.transforms.fsdp.memory_choices import (
-    Accumulation,
     Sync,
     choose_keeping,
     choose_sync,
@@ -19,27 +18,18 @@ from lightning_ups.transforms.fsdp.model_forward import (
     gathered_when_called,
 )
 from lightning_ups.transforms.fsdp.sharding import Sharded, ShardOptions, is_sharded, shard, sharded
-from lightning_ups.transforms.fsdp.stalls import StallWatch
-from lightning_ups.transforms.fsdp.step_checks import (
-    CollectiveOrder,
-    LateGradients,
-    ManualWrites,
-    StepCheck,
-    refuse_replaced,
-)
+from lightning_ups.transforms.fsdp.stalls import CollectiveOrder, StallWatch
+from lightning_ups.transforms.fsdp.step_checks import ManualWrites, refuse_late_gradients, refuse_replaced
 
 __all__ = [
-    "Accumulation",
     "CollectiveOrder",
     "ExternalReads",
-    "LateGradients",
     "ManualWrites",
     "ModelForward",
     "ShardOptions",
     "Sharded",
     "ShownGradients",
     "StallWatch",
-    "StepCheck",
     "Sync",
     "choose_keeping",
     "choose_sync",
@@ -50,6 +40,7 @@ __all__ = [
     "is_sharded",
     "keep_gathered",
     "least_headroom",
+    "refuse_late_gradients",
     "refuse_replaced",
     "shard",
     "sharded",

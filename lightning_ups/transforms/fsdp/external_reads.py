@@ -15,7 +15,6 @@ from lightning_ups._compat.torch.fsdp.state import gather_with_root, held_parame
 from lightning_ups._compat.torch.tensors.autograd import changing_function_inputs
 from lightning_ups.transforms.compile import is_compiled
 from lightning_ups.transforms.fsdp.model_forward import sharded_in
-from lightning_ups.transforms.fsdp.step_checks import StepCheck
 from lightning_ups.transforms.sharding import TENSOR, StepState
 
 __all__ = ["ExternalReads", "WatchedReads"]
@@ -40,7 +39,7 @@ _VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # the properties tha
 _COPIES = frozenset(("clone", "zeros_like", "empty_like", "ones_like", "full_like", "rand_like", "randn_like", "to"))
 
 
-class ExternalReads(StepCheck):
+class ExternalReads:
     """Finds the parameters that a step reads without calling their module. Repeated when other parameters are trained.
 
     Args:
@@ -60,8 +59,8 @@ class ExternalReads(StepCheck):
         self._searched: set[tuple[str, frozenset[str]]] = set()
         self._reads: WatchedReads | None = None
 
-    @override
     def begin(self, step: StepState, undo: ExitStack) -> None:
+        """Called before a step, with the model's own group gathered; ``undo`` is closed when it ends or fails."""
         search = self._search(step)
         self._reads = None
         if search not in self._searched:
@@ -69,8 +68,8 @@ class ExternalReads(StepCheck):
             self._reads = WatchedReads(self._root)
             undo.enter_context(self._reads.watching())
 
-    @override
     def end(self, step: StepState) -> None:
+        """Called after a step."""
         reads, self._reads = self._reads, None
         if reads is None:
             return

@@ -1,8 +1,6 @@
 """Decides by the free memory when gradients are reduced, and whether gathered parameters are kept for backward."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +13,6 @@ from lightning_ups._compat.torch.tensors.tensors import plain_memory
 from lightning_ups.transforms.sharding import least_of_ranks
 
 __all__ = [
-    "Accumulation",
     "Sync",
     "choose_keeping",
     "choose_sync",
@@ -54,46 +51,6 @@ def choose_sync(
     fits = gradient_bytes <= _SHARE * free_bytes
     compared = f"{gradient_bytes / 2**30:.2f} GiB of whole gradients {'fit' if fits else 'do not fit'}"
     return "last" if fits else "every", f"{compared} into a quarter of {free_bytes / 2**30:.2f} GiB"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accumulation:
-    """How the optimizer steps of a run accumulate gradients.
-
-    Args:
-        sync: When gradients are reduced: after the last microbatch, or after every one.
-        between: Hooks that run between microbatches and may read or write weights.
-        see_gradients: Those of the hooks that may read or write gradients.
-    """
-
-    sync: Literal["last", "every"]
-    between: Sequence[str]
-    see_gradients: Sequence[str]
-
-    @contextmanager
-    def microbatch(self, roots: Sequence[FSDPModule], *, replicated: bool, keeps_all: bool) -> Iterator[None]:
-        """Run a microbatch that is not the last of its optimizer step.
-
-        Args:
-            roots: The modules that are unsharded at the end of a backward, the sharded model first. They stay so for
-                the next microbatch unless a hook reads weights.
-            replicated: Whether the mesh has replicas. With ``sync="every"`` these are then reduced only once.
-            keeps_all: Whether all modules stay unsharded from forward to backward.
-        """
-        keeps_all = keeps_all and not self.between
-        kept = roots[:1] if keeps_all else () if self.between else roots
-        if self.sync == "last":
-            roots[0].set_requires_gradient_sync(False)
-        elif replicated and not self.see_gradients:
-            roots[0].set_requires_all_reduce(False)
-        for module in kept:
-            module.set_reshard_after_backward(False, recurse=keeps_all)
-        try:
-            yield
-        finally:
-            roots[0].set_requires_gradient_sync(True)
-            for module in kept:
-                module.set_reshard_after_backward(True, recurse=keeps_all)
 
 
 def unsharded_gradient_bytes(model: nn.Module, *, reduce_dtype: torch.dtype | None, tensor_size: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""Finds ranks that wait for one another because they run different modules, long before the collective times out.
+"""Finds ranks that run different modules: at the next poll, or when they wait for one another.
 
 Each rank records what it runs in a training step. If it records nothing for some seconds, a thread writes the records
 to the store of the process group, and rank 0 compares them. Slow ranks have run less than others, in the same order;
@@ -8,18 +8,26 @@ ranks that wait for one another have run something different.
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from itertools import count
 from typing import Any
+from zlib import crc32
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_ups._compat.torch.fsdp.process_groups import shared_store
+from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo
+from lightning_ups.transforms.quoted import listed
+from lightning_ups.transforms.sharding import StepState
 
-__all__ = ["StallWatch"]
+__all__ = ["CollectiveOrder", "StallWatch"]
 
 PATIENCE_S = 10.0
 _logger = logging.getLogger(__name__)
+_numbers = count()  # of fits in this process, the same on every rank
 
 
 class StallWatch:
@@ -88,20 +96,61 @@ class StallWatch:
             if not store.check([str(rank)]):
                 continue
             their_number, theirs, their_before = json.loads(store.get(str(rank)))
-            pairs = {number: now, number - 1: before}, {their_number: theirs, their_number - 1: their_before}
-            for step in sorted(pairs[0].keys() & pairs[1].keys()):
-                if part := _parting(pairs[0][step], pairs[1][step]):
-                    mine, other = part
-                    return (
-                        f"Ranks wait for one another: in the same training step rank 0 has run {mine}, and rank {rank}"
-                        f" {other}."
-                    )
+            ours, others = {number: now, number - 1: before}, {their_number: theirs, their_number - 1: their_before}
+            for step in sorted(ours.keys() & others.keys()):
+                for mine, other in zip(ours[step], others[step], strict=False):  # one may have run less
+                    if mine != other:
+                        return (
+                            f"Ranks wait for one another: in the same training step rank 0 has run {mine}, and rank"
+                            f" {rank} {other}."
+                        )
         return None
 
 
-def _parting(one: Sequence[str], other: Sequence[str]) -> tuple[str, str] | None:
-    """Return where two ranks differ, or None if one has only run less than the other."""
-    return next(((a, b) for a, b in zip(one, other, strict=False) if a != b), None)
+class CollectiveOrder:
+    """Records which modules training steps call first, and which gradients are reduced.
 
+    Only the first call of a module in a step counts: whether a later call gathers again depends on what is kept.
 
-_numbers = count()  # of fits in this process, the same on every rank
+    Args:
+        names: Names of the modules whose calls gather.
+        stalls: Receives the same records, to find ranks that wait for each other.
+        undo: Removes the hooks.
+
+    Attributes:
+        checksum: The checksum of all records; ranks with different checksums have run something different.
+    """
+
+    def __init__(self, names: Iterable[tuple[str, nn.Module]], *, stalls: StallWatch, undo: ExitStack) -> None:
+        self.checksum = 0
+        self._stalls, self._called, self._is_on = stalls, set[nn.Module](), False
+        self._names = {module: name for name, module in names}
+
+        def note(module: nn.Module, *_: Any) -> None:
+            if self._is_on and torch.is_grad_enabled() and module not in self._called:
+                self._called.add(module)
+                self._note(self._names[module])
+
+        hook = hidden_from_dynamo(note)  # graphs of functions that a user compiled would break at the checksum
+        for module in self._names:
+            undo.callback(module.register_forward_pre_hook(hook).remove)
+
+    def begin(self, step: StepState, undo: ExitStack) -> None:
+        """Called before a step; ``undo`` is closed when the step ends or fails."""
+        self._called.clear()
+        if step.is_training:
+            self._stalls.begin_step()
+            self._is_on = True
+            undo.callback(self._rest)
+
+    def _rest(self) -> None:
+        self._is_on = False
+
+    def note_reduction(self, names: Sequence[str]) -> None:
+        """Record that the gradients of these parameters are about to be reduced."""
+        if names:
+            self._note(f"the reduction of gradients of {listed(names)}")
+
+    def _note(self, name: str) -> None:
+        self.checksum = crc32(name.encode(), self.checksum)
+        self._stalls.note(name)

@@ -185,11 +185,7 @@ def share_random_state(group: ProcessGroup) -> None:
 
 
 def check_one_batch(batch: Any, *, group: ProcessGroup) -> None:
-    """Check that all ranks of ``group`` have the same tensors in their ``batch``. A collective.
-
-    Raises:
-        ValueError: If they differ.
-    """
+    """Check that all ranks of ``group`` have the same tensors in their ``batch``. A collective."""
     own = [(tuple(tensor.shape), str(tensor.dtype), _sum(tensor)) for tensor in _tensors(batch)]
     seen: list[Any] = [None] * group.size()
     dist.all_gather_object(seen, own, group=group)

@@ -93,9 +93,6 @@ def check_same(model: nn.Module, *, before: Any, now: Any, layout_before: Any, l
         now: The options of this run.
         layout_before: The mesh of the earlier run.
         layout: The mesh of this one.
-
-    Raises:
-        ValueError: If they differ; the error names the differences.
     """
     if type(before) is not type(now):
         raise ValueError(
@@ -119,11 +116,7 @@ def check_same(model: nn.Module, *, before: Any, now: Any, layout_before: Any, l
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """Raise if a parameter of ``model`` has no shape yet.
-
-    Raises:
-        ValueError: In that case.
-    """
+    """Raise if a parameter of ``model`` has no shape yet."""
     if lazy := [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]:
         raise ValueError(
             f"The parameter {lazy[0]} has no shape yet."
@@ -133,11 +126,7 @@ def refuse_lazy(model: nn.Module) -> None:
 
 
 def refuse_one_memory(model: nn.Module) -> None:
-    """Raise if two parameters of ``model`` share memory.
-
-    Raises:
-        ValueError: In that case.
-    """
+    """Raise if two parameters of ``model`` share memory."""
     places = sorted(
         (p.data_ptr(), p.data_ptr() + p.nbytes, name)
         for name, p in model.named_parameters()
@@ -153,11 +142,7 @@ def refuse_one_memory(model: nn.Module) -> None:
 
 
 def refuse_hooks_after(model: nn.Module) -> None:
-    """Raise if a parameter of ``model`` has a hook that runs when its gradient has been accumulated.
-
-    Raises:
-        ValueError: If so.
-    """
+    """Raise if a parameter of ``model`` has a hook that runs when its gradient has been accumulated."""
     if hooked := [name for name, p in model.named_parameters() if has_hooks_after_accumulation(p)]:
         raise ValueError(
             f"{hooked[0]} has a hook that runs when its gradient has been accumulated."

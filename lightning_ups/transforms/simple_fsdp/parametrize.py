@@ -156,11 +156,7 @@ class Gathering:
         self._read.append((tensor, tensor._version, shard))
 
     def check_unwritten(self, model: nn.Module) -> None:
-        """Raise if a gathered parameter was written to since the last call.
-
-        Raises:
-            RuntimeError: In that case; the error names the parameters.
-        """
+        """Raise if a gathered parameter was written to since the last call."""
         written = {id(shard) for tensor, version, shard in self._read if tensor._version != version}
         self.forget()
         if written:
@@ -341,11 +337,7 @@ def parametrise(
 
 
 def check_parametrisable(model: nn.Module) -> None:
-    """Raise if ``model`` contains something that cannot be sharded by parametrization.
-
-    Raises:
-        ValueError: In that case.
-    """
+    """Raise if ``model`` contains something that cannot be sharded by parametrization."""
     refuse_lazy(model)
     refuse_one_memory(model)
     if sharded := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:

@@ -5,7 +5,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_ups.transforms.fsdp.memory_choices import (
-    Accumulation,
     choose_keeping,
     choose_sync,
     free_memory,
@@ -42,45 +41,15 @@ def test_the_cpu_does_not_say_what_is_free():
     assert free_memory(torch.device("cpu")) is None
 
 
-def sharded():
+def gradient_bytes():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight.requires_grad_(False)
-    for module in (*model, model):
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    return model
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return [unsharded_gradient_bytes(model, reduce_dtype=dtype) for dtype in (None, torch.float64)]
 
 
-def accumulated(sync):
-    model = sharded()
-    x = torch.ones(2, 4)
-    accumulation = Accumulation(sync=sync, between=["a hook"], see_gradients=[])
-    with accumulation.microbatch([model], replicated=False, keeps_all=False):
-        model(x).sum().backward()
-        within = model[0].weight.grad is not None
-    try:
-        with accumulation.microbatch([model], replicated=False, keeps_all=False):
-            raise RuntimeError
-    except RuntimeError:
-        pass
-    model(x).sum().backward()
-    expected = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    expected.load_state_dict({name: p.full_tensor() for name, p in model.state_dict().items()})
-    (2 * expected(x).sum()).backward()
-    return within, torch.allclose(model[0].weight.grad.full_tensor(), expected[0].weight.grad), bytes_of(model)
-
-
-def bytes_of(model):
-    return unsharded_gradient_bytes(model, reduce_dtype=None), unsharded_gradient_bytes(
-        model, reduce_dtype=torch.float64
-    )
-
-
-@pytest.mark.parametrize(("sync", "reduced"), [("last", False), ("every", True)])
-def test_the_sum_is_the_same_and_an_exception_ends_it(ranks, sync, reduced):
-    within, right, (as_is, double) = ranks(accumulated, sync)
-    assert within is reduced
-    assert right
-    assert (as_is, double) == (96, 192)
+def test_only_gradients_of_trainable_shards_count_in_the_dtype_of_the_reduction(ranks):
+    assert ranks(gradient_bytes) == [96, 192]
 
 
 @pytest.mark.parametrize(("headroom", "keep"), [(27, True), (26, False), (0, False)])

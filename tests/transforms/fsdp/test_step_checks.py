@@ -1,103 +1,14 @@
 import copy
 import warnings
-from contextlib import ExitStack, suppress
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ups.strategies import FSDP2Strategy
-from lightning_ups.transforms.fsdp.stalls import StallWatch
-from lightning_ups.transforms.fsdp.step_checks import CollectiveOrder, StepCheck
-from lightning_ups.transforms.sharding import StepState
 from tests.strategies.cases import WIDTH, Case, data
-from tests.toys import trainer
-
-
-class Noting(StepCheck):
-    def __init__(self, name, calls):
-        self.name, self.calls = name, calls
-
-    def _note(self, moment):
-        self.calls.append(f"{self.name} {moment}")
-
-    def begin(self, step, undo):
-        self._note(f"begin {step.name}")
-        undo.callback(self._note, "undo")
-
-    def end(self, step):
-        self._note("end")
-
-    def before_free(self):
-        self._note("before_free")
-
-    def before_backward(self, step):
-        self._note("before_backward")
-
-    def after_reduction(self):
-        self._note("after_reduction")
-
-
-class Failing(Case):
-    def training_step(self, batch, index):
-        if index == 1:
-            raise KeyError(index)
-        return super().training_step(batch, index)
-
-
-def noted(tmp_path):
-    warnings.simplefilter("ignore")
-    calls, module = [], Failing()
-    lightning = trainer(tmp_path, strategy=FSDP2Strategy(), devices=dist.get_world_size(), epochs=1)
-    module.on_train_start = lambda: lightning.strategy._checks.extend([Noting("a", calls), Noting("b", calls)])
-    with suppress(KeyError):
-        lightning.fit(module, DataLoader(data(), batch_size=4))
-    return calls
-
-
-def test_a_strategy_calls_its_checks_at_these_moments(ranks, tmp_path):
-    calls = ranks(noted, tmp_path)
-    failed = calls.index("a begin training_step", 1)
-    assert calls[:failed] == [
-        *("a begin training_step", "b begin training_step", "b undo", "a undo", "b end", "a end"),
-        *("a before_free", "b before_free", "a before_backward", "b before_backward"),
-        *("a after_reduction", "b after_reduction"),
-    ]
-    assert calls[failed:] == ["a begin training_step", "b begin training_step", "b undo", "a undo"]
-
-
-def checksum(calls, *, name="training_step", reduced=()):
-    model, undo = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]), ExitStack()
-    order = CollectiveOrder(model.named_children(), stalls=StallWatch(""), undo=undo)
-    x = torch.ones(1, 1)
-    model[1](x)  # in no step
-    for step in calls:
-        with ExitStack() as within:
-            order.begin(StepState(name=name), within)
-            for index in step:
-                model[index](x)
-            with torch.no_grad():
-                model[0](x)
-        order.note_reduction(reduced)
-        order.end(StepState(name=name))
-    undo.close()
-    assert not any(module._forward_pre_hooks for module in model)
-    return order.checksum
-
-
-def test_ranks_that_run_the_same_modules_in_one_order_have_one_checksum():
-    assert checksum([[0, 1]]) == checksum([[0, 1, 0]]) == checksum([[0, 1, 1]])  # later calls do not count
-    different = [checksum([[0, 1]]), checksum([[1, 0]]), checksum([[0]]), checksum([[0, 1], [0, 1]])]
-    assert len({*different}) == len(different)
-
-
-def test_what_is_reduced_counts_and_evaluation_does_not():
-    assert checksum([[0]], reduced=["0.weight"]) != checksum([[0]], reduced=["0.bias"]) != checksum([[0]])
-    assert checksum([[0, 1]], name="validation_step") == checksum([[]], name="validation_step") == 0
-
 
 CODES = 6
 
