@@ -673,23 +673,21 @@ def test_checkpoints_are_those_of_fsdp2(ranks, tmp_path, way):
         assert resumed == pytest.approx(whole[2:], rel=1e-5)
 
 
-# Modules drawn from seeds
+# Modules put together from parts
 
 
-def drawn_by_tensor_code(seed, path):
-    drawn = any_module.draw(seed)
-    right = any_module.train(drawn, path, strategy="ddp_find_unused_parameters_true", name="ddp")
-    strategy = SimpleFSDPStrategy(sharding=drawn["strategy"]["sharding"])
+def by_tensor_code(described, path):
+    right = any_module.train(described, path, strategy="ddp_find_unused_parameters_true", name="ddp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simple_fsdp, "Compiler", partial(simple_fsdp.Compiler, backend="aot_eager"))
-        return any_module.differences(any_module.train(drawn, path, strategy=strategy), right, 1e-4, 1e-5)
+        ours = any_module.train(described, path, strategy=SimpleFSDPStrategy())
+    return any_module.differences(ours, right, 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "seed", [315, 410, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (304, 405, 422, 437, 457))]
-)
-def test_what_a_seed_draws(ranks, tmp_path, seed):
-    assert ranks(drawn_by_tensor_code, seed, tmp_path) == ""
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["attention", "packed", "buffers", "tables", "outputs", "weight norm", "extra state"])
+def test_parts_are_trained_as_by_ddp(ranks, tmp_path, part):
+    assert ranks(by_tensor_code, any_module.plainly((part, "list")), tmp_path) == ""
 
 
 # Refusals
