@@ -1,6 +1,9 @@
 """Modules as users write them, each with what FSDP2 finds hard, and their training on one device or on ranks."""
 
+import inspect
 import warnings
+from functools import partial, wraps
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -406,3 +409,20 @@ def simply_on_ranks(name, tmp_path, strategy, size, options):
 
     callbacks = [Compile(backend="aot_eager"), *options.get("callbacks", ())]
     return on_ranks(name, tmp_path, SimpleFSDPStrategy(**strategy), size, {**options, "callbacks": callbacks})
+
+
+def two_ranks(function):
+    """Make a test of ``function`` that runs it, with its assertions, on two ranks."""
+
+    @wraps(function)
+    def test(ranks, **arguments):
+        ranks(partial(_called, function.__module__, function.__name__), *arguments.values())
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    own = inspect.signature(function).parameters.values()
+    test.__signature__ = inspect.Signature([inspect.Parameter("ranks", kind), *own])
+    return test
+
+
+def _called(module, name, *arguments):
+    getattr(import_module(module), name).__wrapped__(*arguments)

@@ -176,10 +176,8 @@ class WatchedReads(TorchFunctionMode):
                     raise
                 raise RuntimeError(
                     f"{', '.join(names)} is read outside the forward of its module, together with a tensor of another"
-                    f" dtype: {error}."
-                    " Weights are gathered in the dtype of the precision, and only inputs of called modules are cast"
-                    " to it."
-                    " Cast the input there, as in F.linear(x.to(weight.dtype), weight), or call the module."
+                    f" dtype: {error}. Cast the input there, as in F.linear(x.to(weight.dtype), weight), or call the"
+                    " module, whose inputs are cast."
                 ) from error
         if _gives_part(func):
             return func(*self._gathered(args), **self._gathered(kwargs))

@@ -41,9 +41,7 @@ from lightning_ups.transforms.sharding import (
     give_first,
     layout_of,
     recall,
-    refuse_hooks_after,
-    refuse_lazy,
-    refuse_one_memory,
+    refuse_unshardable,
     remember,
 )
 
@@ -129,7 +127,7 @@ def shard(
     """
     layout = layout_of(mesh)
     if (earlier := recall(model)) is not None:
-        check_same(model, before=earlier.options, now=options, layout_before=earlier.layout, layout=layout)
+        check_same(model, earlier, options, layout=layout)
         settle(earlier.root, discard=True)  # left by an evaluation or an exception
         return earlier
     _check_shardable(model)
@@ -137,7 +135,6 @@ def shard(
     total = _bytes(model.parameters())
     in_blocks = _bytes(p for group in plan.groups if plan.groups[group] != _ROOT for p in _managed(plan, group))
     names = {p: name for name, p in model.named_parameters()}
-    refuse_hooks_after(model)
     low = _cast_by_autocast(model, options)
     root = _shard_groups(model, plan, mesh, options)
     shards = dict(model.named_parameters())
@@ -168,13 +165,10 @@ def _cast_by_autocast(model: nn.Module, options: ShardOptions) -> list[nn.Parame
 
 
 def _check_shardable(model: nn.Module) -> None:
-    refuse_lazy(model)
-    refuse_one_memory(model)
+    refuse_unshardable(model)
     if by_user := [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]:
         raise ValueError(
             f"{by_user[0] or type(model).__name__} was passed to fully_shard before the strategy could shard it."
-            " Compilation, conversion and tensor parallelism must come before sharding, and the strategy does all of"
-            " them in order."
             " Remove the calls of fully_shard from the module, or use ModelParallelStrategy."
         )
 
@@ -360,7 +354,6 @@ def _keep_name(module: Any) -> type:
 def _refuse_copy(self: nn.Module, _: Any) -> Any:
     raise ValueError(
         f"{type(self).__name__} is sharded and cannot be copied."
-        " An earlier run sharded it, and a copy of the shards could not be gathered."
         " If a callback that averages weights copies it, create a new module and load a checkpoint."
     )
 
@@ -439,8 +432,7 @@ def _cast_around_ungrouped(plan: _Plan, options: ShardOptions) -> None:
             continue  # nothing to shard, its own casts, or no casts
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"{module.original_name}, a TorchScript module, should be sharded in {options.module_dtype}."
-                " Its parameters are neither sharded nor cast, and hooks cannot cast its inputs."
+                f"{module.original_name}, a TorchScript module, cannot be cast to {options.module_dtype}."
                 " Use the module that was scripted, or precision='32-true'."
             )
         if not precise:

@@ -30,9 +30,7 @@ from lightning_ups.transforms.sharding.sharded_before import (
     check_same,
     layout_of,
     recall,
-    refuse_hooks_after,
-    refuse_lazy,
-    refuse_one_memory,
+    refuse_unshardable,
     remember,
 )
 
@@ -63,9 +61,7 @@ __all__ = [
     "part_of",
     "plan_initialisation",
     "recall",
-    "refuse_hooks_after",
-    "refuse_lazy",
-    "refuse_one_memory",
+    "refuse_unshardable",
     "remember",
     "shard_alike",
     "share_random_state",

@@ -90,9 +90,8 @@ def plan_initialisation(model: nn.Module, record: Recording | None) -> Initialis
 
 def _refused(model: nn.Module, names: list[str]) -> str:
     return (
-        f"The initialisation of {type(model).__name__} cannot be repeated for {listed([*dict.fromkeys(names)])}."
-        " It was built on the meta device before the strategy could record what its constructors do, and these have no"
-        " reset_parameters() that would do all of it again."
+        f"The initialisation of {type(model).__name__} cannot be repeated for {listed([*dict.fromkeys(names)])}: it was"
+        " on the meta device before fit, and its reset_parameters() do not cover them."
         " Build the module in configure_model, under torch.device('meta') if it is large, or build it in place."
     )
 

@@ -56,10 +56,8 @@ class MeshSizes:
         wanted = tensor * (replicate or 1)
         if tensor < 1 or wanted < 1 or num_devices % wanted:
             raise ValueError(
-                f"{num_devices} devices cannot be divided by tensor_parallel_size={tensor}"
-                f" times replicate_size={replicate or 1}."
-                " Every device must have one place in the mesh."
-                f" Choose sizes whose product divides {num_devices}."
+                f"{num_devices} devices cannot be divided by tensor_parallel_size={tensor} times"
+                f" replicate_size={replicate or 1}. Choose sizes whose product divides {num_devices}."
             )
         if replicate is None:
             return cls(replicate=num_devices // tensor, shard=1, tensor=tensor)

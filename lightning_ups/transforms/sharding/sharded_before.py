@@ -18,9 +18,7 @@ __all__ = [
     "check_same",
     "layout_of",
     "recall",
-    "refuse_hooks_after",
-    "refuse_lazy",
-    "refuse_one_memory",
+    "refuse_unshardable",
     "remember",
 ]
 
@@ -84,68 +82,54 @@ def recall(model: nn.Module) -> Any:
     return _RECORD.get(model)
 
 
-def check_same(model: nn.Module, *, before: Any, now: Any, layout_before: Any, layout: Any) -> None:
+def check_same(model: nn.Module, earlier: Any, options: Any, *, layout: Any) -> None:
     """Raise if ``model`` was sharded in another way than requested now.
 
     Args:
         model: A model that an earlier run sharded.
-        before: A dataclass of the earlier options.
-        now: The options of this run.
-        layout_before: The mesh of the earlier run.
-        layout: The mesh of this one.
+        earlier: The record of the earlier run.
+        options: The options of this run.
+        layout: The mesh of this run.
     """
-    if type(before) is not type(now):
+    name, anew = type(model).__name__, "or build the module anew and load a checkpoint."
+    if type(earlier.options) is not type(options):
         raise ValueError(
-            f"{type(model).__name__} was sharded by an earlier run with another strategy."
-            " Sharding stays on a module, and each strategy shards differently."
-            " Keep the strategy of the earlier run, or create a new module and load a checkpoint."
+            f"{name} was sharded by an earlier run with another strategy, and sharding stays on a module."
+            f" Keep the strategy of the earlier run, {anew}"
         )
-    earlier = {f.name: getattr(before, f.name) for f in fields(before)} | {"mesh": layout_before}
-    asked = {f.name: getattr(now, f.name) for f in fields(now)} | {"mesh": layout}
-    different = [name for name in asked if earlier[name] != asked[name]]
-    if different:
-        precision = all(name.endswith("_dtype") or name == "autocast" for name in different)
+    before = {f.name: getattr(earlier.options, f.name) for f in fields(options)} | {"mesh": earlier.layout}
+    now = {f.name: getattr(options, f.name) for f in fields(options)} | {"mesh": layout}
+    if different := [key for key in now if before[key] != now[key]]:
+        precision = all(key.endswith("_dtype") or key == "autocast" for key in different)
         raise ValueError(
-            f"{type(model).__name__} was sharded by an earlier run with"
-            f" {', '.join(f'{name}={earlier[name]}' for name in different)}, and this run asks for"
-            f" {', '.join(f'{name}={asked[name]}' for name in different)}."
-            " Sharding stays on a module, and how it was done cannot be changed."
-            f" Keep the {'precision' if precision else 'settings'} of the earlier run,"
-            " or build the module anew and load a checkpoint."
+            f"{name} was sharded by an earlier run with {', '.join(f'{key}={before[key]}' for key in different)}, and"
+            f" this run asks for {', '.join(f'{key}={now[key]}' for key in different)}. Sharding stays on a module."
+            f" Keep the {'precision' if precision else 'settings'} of the earlier run, {anew}"
         )
 
 
-def refuse_lazy(model: nn.Module) -> None:
-    """Raise if a parameter of ``model`` has no shape yet."""
-    if lazy := [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]:
-        raise ValueError(
-            f"The parameter {lazy[0]} has no shape yet."
-            " It belongs to a lazy module, which gets its shape from the first batch, after sharding."
-            " Run one batch through the module before fit, or use a module with explicit sizes."
-        )
-
-
-def refuse_one_memory(model: nn.Module) -> None:
-    """Raise if two parameters of ``model`` share memory."""
+def refuse_unshardable(model: nn.Module) -> None:
+    """Raise if a parameter of ``model`` has no shape, shares memory, or has a hook after accumulation."""
+    parameters = dict(model.named_parameters())
+    for name, p in parameters.items():
+        if isinstance(p, UninitializedParameter):
+            raise ValueError(
+                f"The parameter {name} has no shape yet: it belongs to a lazy module."
+                " Run one batch through the module before fit, or use a module with explicit sizes."
+            )
+        if has_hooks_after_accumulation(p):
+            raise ValueError(
+                f"{name} has a hook that runs when its gradient has been accumulated, before it is reduced."
+                " Move the code of the hook to on_before_optimizer_step, or train without sharding."
+            )
     places = sorted(
         (p.data_ptr(), p.data_ptr() + p.nbytes, name)
-        for name, p in model.named_parameters()
+        for name, p in parameters.items()
         if type(p) is nn.Parameter and p.layout is torch.strided and p.is_contiguous() and p.numel() and p.data_ptr()
     )
     for (_, end, name), (start, _, other) in pairwise(places):
         if start < end:
             raise ValueError(
-                f"{name} and {other} are two parameters that share memory, as after `a.data = b.data`."
-                " Each would get its own shards, so one weight would be trained as two."
-                " Share the parameter itself: `a.weight = b.weight`."
+                f"{name} and {other} are two parameters that share memory, as after `a.data = b.data`, and would be"
+                " trained as two. Share the parameter itself: `a.weight = b.weight`."
             )
-
-
-def refuse_hooks_after(model: nn.Module) -> None:
-    """Raise if a parameter of ``model`` has a hook that runs when its gradient has been accumulated."""
-    if hooked := [name for name, p in model.named_parameters() if has_hooks_after_accumulation(p)]:
-        raise ValueError(
-            f"{hooked[0]} has a hook that runs when its gradient has been accumulated."
-            " There the gradient is that of one device's part of the batch, and not yet reduced or sharded."
-            " Move the code of the hook to on_before_optimizer_step, or train without sharding."
-        )

@@ -56,9 +56,8 @@ class GatherPlan:
             if written(graph, local):
                 where = (module_path(local) or ["the model"])[-1]
                 raise RuntimeError(
-                    f"{where} writes to a parameter within its forward, where it is gathered from shards."
-                    " The shards are trained and saved, so the write to the gathered copy would be lost."
-                    " Write outside the step, such as in on_train_batch_end, or use FSDP2Strategy."
+                    f"{where} writes to a parameter within its forward, where it is a gathered copy: the write would be"
+                    " lost. Write outside the step, such as in on_train_batch_end, or use FSDP2Strategy."
                 )
         return ", ".join(str(redistribute.args[0]) for redistribute, _ in found)
 

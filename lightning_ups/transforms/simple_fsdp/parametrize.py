@@ -34,9 +34,7 @@ from lightning_ups.transforms.sharding import (
     num_shares,
     part_of,
     recall,
-    refuse_hooks_after,
-    refuse_lazy,
-    refuse_one_memory,
+    refuse_unshardable,
     remember,
 )
 
@@ -187,10 +185,9 @@ class Gathering:
 
 def _lost(name: str) -> str:
     return (
-        f"{name} was written to within a step, where it is gathered from shards."
-        " The shards are trained and saved, so the write to the gathered copy would be lost."
+        f"{name} was written to within a step, where it is a gathered copy: the write would be lost."
         " Write outside the step, such as in on_train_batch_end, or within"
-        " lightning_ups.transforms.simple_fsdp.parametrize.shards_of(module), where it is a shard."
+        " lightning_ups.transforms.simple_fsdp.parametrize.shards_of(module)."
     )
 
 
@@ -294,7 +291,7 @@ def parametrise(
     """
     layout = layout_of(mesh)
     if (earlier := recall(model)) is not None:
-        check_same(model, before=earlier.options, now=options, layout_before=earlier.layout, layout=layout)
+        check_same(model, earlier, options, layout=layout)
         assert isinstance(earlier, Parametrised)
         earlier.gathering.forget()  # left by an exception
         return earlier
@@ -338,38 +335,31 @@ def parametrise(
 
 def check_parametrisable(model: nn.Module) -> None:
     """Raise if ``model`` contains something that cannot be sharded by parametrization."""
-    refuse_lazy(model)
-    refuse_one_memory(model)
+    refuse_unshardable(model)
     if sharded := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
         raise ValueError(
             f"{sharded[0]} was sharded before the strategy could shard it."
-            " Conversion must come before sharding, and the strategy does both in that order."
             " Do not shard in the module, or create a new module and load a checkpoint."
         )
-    refuse_hooks_after(model)
     if hooked := [name for name, p in model.named_parameters() if p.dim() > 0 and gradient_hooks(p)]:
         raise ValueError(
-            f"{hooked[0]} has a gradient hook."
-            " The gradient is computed and reduced within a graph, which does not call hooks of parameters."
+            f"{hooked[0]} has a gradient hook, which a graph does not call."
             " Move the code to on_before_optimizer_step, or use FSDP2Strategy, which calls the hook."
         )
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
-                f"{name} has max_norm={module.max_norm}: it scales rows of its weight down within its forward."
-                " The weight is gathered from shards there, and the write would be lost with the copy."
-                " Leave max_norm out, and scale the rows in on_train_batch_end, where the weight is a shard."
+                f"{name} has max_norm={module.max_norm}: it scales rows of its weight within its forward, where the"
+                " write would be lost. Leave max_norm out, and scale the rows in on_train_batch_end."
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ValueError(
-                f"{name} has sparse=True: the gradient of its weight is a sparse tensor."
-                " Compiled code reduces the gradients of gathered weights, and only supports dense ones."
+                f"{name} has sparse=True, and compiled code only reduces dense gradients."
                 " Leave sparse out, or use FSDP2Strategy, which replicates such a weight."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"{name} is a module of TorchScript."
-                " Its own compiled code reads its parameters, and would get shards."
+                f"{name} is a module of TorchScript, whose compiled code would read shards."
                 " Use the module that was scripted or traced."
             )
 
@@ -457,9 +447,8 @@ def _class_of(kind: type[nn.Module], names: _Names, gathering: Gathering) -> typ
         there = self._parameters.get(name)
         if name in names and isinstance(there, DTensor) and param is not None and not isinstance(param, DTensor):
             raise ValueError(
-                f"{name} of a {kind.__name__} is sharded and was set to an unsharded tensor."
-                " The optimizer would keep the old shard, and only one of the two would be trained."
-                " Write values into it, within torch.no_grad(), as module.weight[:] = values; or set it before fit."
+                f"{name} of a {kind.__name__} is sharded and was set to an unsharded tensor, which would be lost."
+                " Write module.weight[:] = values within torch.no_grad(), or set it before fit."
             )
         kind.register_parameter(self, name, param)
 

@@ -1,9 +1,14 @@
+from contextlib import nullcontext
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
 from lightning_ups._compat.torch.fsdp.state import begin_forward, end_forward, expect_backward, initialise, unreduced
 from lightning_ups.transforms.fsdp.external_reads import WatchedReads
+from tests.strategies.cases import two_ranks
 from tests.transforms.fsdp.test_sharding import sharded_model
 
 
@@ -21,63 +26,37 @@ class Model(nn.Module):
         return self.head(linear(self.head(x), self.layers[0][0].weight.T)).square().sum()
 
 
-def stepped(*, grad=True):
-    torch.manual_seed(dist_rank())
+@two_ranks
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_weight_read_outside_is_found_and_right_from_the_first_step_on(grad):
+    torch.manual_seed(dist.get_rank())
     x, model, whole = torch.randn(3, 4), Model(), Model()
     root = sharded_model(model).root
     initialise(root)
-    found = []
-    for watch in (True, False):
+    reads = WatchedReads(root)
+    for watching in (reads.watching(), nullcontext()):
         model.zero_grad()
         begin_forward(root)
-        with torch.set_grad_enabled(grad):
-            if watch:
-                reads = WatchedReads(root)
-                with reads.watching():
-                    loss = model.step(x)
-                found = reads.found
-            else:
-                loss = model.step(x)
+        with torch.set_grad_enabled(grad), watching:
+            loss = model.step(x)
         end_forward(root)
         if grad:
             expect_backward(root, loss)
             loss.backward()
+    assert reads.found == ["layers.0.0.weight"]
     right = whole.step(x)
-    if not grad:
-        return found, torch.allclose(loss, right), []
-    right.backward()
-    gradients = []
-    for p, e in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.distributed.all_reduce(e.grad)
-        gradients.append(torch.allclose(p.grad.full_tensor(), e.grad / 2, atol=1e-5))
-    assert unreduced(root) == []
-    return found, torch.allclose(loss, right), gradients
+    assert torch.allclose(loss, right)
+    if grad:
+        right.backward()
+        for p, e in zip(model.parameters(), whole.parameters(), strict=True):
+            dist.all_reduce(e.grad)
+            torch.testing.assert_close(p.grad.full_tensor(), e.grad / 2, atol=1e-5, rtol=1e-5)
+        assert unreduced(root) == []
 
 
-def dist_rank():
-    return torch.distributed.get_rank()
-
-
-def evaluated():
-    return stepped(grad=False)
-
-
-def test_a_weight_read_outside_is_found_and_right_from_the_first_step_on(ranks):
-    found, loss, gradients = ranks(stepped)
-    assert found == ["layers.0.0.weight"]
-    assert loss
-    assert all(gradients)
-
-
-def test_an_evaluation_finds_it_too(ranks):
-    found, loss, _ = ranks(evaluated)
-    assert found == ["layers.0.0.weight"]
-    assert loss
-
-
-def hidden_in_blocks():
-    model = Model()
-    modes = []
+@two_ranks
+def test_code_inside_blocks_does_not_see_the_watch():
+    model, modes = Model(), []
     root = sharded_model(model).root
     initialise(root)
     forward = model.layers[0][1].forward
@@ -86,41 +65,30 @@ def hidden_in_blocks():
     reads = WatchedReads(root)
     with reads.watching():
         model.layers[0](torch.randn(2, 4))
-        modes.append(torch.overrides._get_current_function_mode() is reads)
+        assert torch.overrides._get_current_function_mode() is reads
     end_forward(root)
-    return modes
+    assert modes == [None]
 
 
-def test_code_inside_blocks_does_not_see_the_watch(ranks):
-    assert ranks(hidden_in_blocks) == [None, True]
-
-
-def in_hand():
-    """A weight that is fetched before it is found; a norm without gradients; and a pause in a pause."""
+@two_ranks
+def test_what_was_in_hand_is_gathered_too_and_what_is_computed_from_shards_is_whole():
     model = Model()
     root = sharded_model(model).root
     initialise(root)
     begin_forward(root)
-    reads = WatchedReads(root)
-    weight = model.layers[0][0].weight
+    reads, weight = WatchedReads(root), model.layers[0][0].weight  # before it is found
     with reads.watching():
         with torch.no_grad():
             norm, copy = weight.norm(), weight.clone()
         doubled = weight + weight.T
         with reads.paused(), reads.paused():
             pass
-        watched = torch.overrides._get_current_function_mode() is reads
+        assert torch.overrides._get_current_function_mode() is reads
     end_forward(root)
     whole = Model().layers[0][0].weight
-    same = torch.allclose(norm, whole.norm()) and torch.allclose(doubled, whole + whole.T)
-    return same, type(norm) is torch.Tensor, type(copy).__name__, reads.translates, watched, reads.found
-
-
-def test_what_was_in_hand_is_gathered_too_and_what_is_computed_from_shards_is_whole(ranks):
-    same, plain, copy, translates, watched, found = ranks(in_hand)
-    assert same
-    assert plain
-    assert copy == "DTensor"
-    assert translates
-    assert watched
-    assert found == ["layers.0.0.weight"]
+    assert torch.allclose(norm, whole.norm())
+    assert torch.allclose(doubled, whole + whole.T)
+    assert type(norm) is torch.Tensor
+    assert type(copy).__name__ == "DTensor"
+    assert reads.translates
+    assert reads.found == ["layers.0.0.weight"]

@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,8 +8,7 @@ from torch import nn
 from lightning_ups.transforms.sharding.sharded_before import (
     check_same,
     recall,
-    refuse_lazy,
-    refuse_one_memory,
+    refuse_unshardable,
     remember,
 )
 
@@ -25,7 +25,7 @@ class Other:
 
 
 def check(before, now, layout=(("data", 2),)):
-    check_same(nn.Linear(1, 1), before=before, now=now, layout_before=(("data", 2),), layout=layout)
+    check_same(nn.Linear(1, 1), SimpleNamespace(options=before, layout=(("data", 2),)), now, layout=layout)
 
 
 def test_the_same_is_kept():
@@ -55,9 +55,9 @@ def test_a_record_lives_as_long_as_its_model():
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_parameter_without_a_shape_is_refused():
-    refuse_lazy(nn.Linear(1, 1))
+    refuse_unshardable(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="The parameter weight has no shape yet"):
-        refuse_lazy(nn.LazyLinear(1))
+        refuse_unshardable(nn.LazyLinear(1))
 
 
 class TwoOverOneMemory(nn.Module):
@@ -74,13 +74,13 @@ def test_two_parameters_in_one_memory_are_refused(part):
     with pytest.raises(
         ValueError, match=r"a\.weight and b\.weight are two parameters that share memory.*Share the parameter itself"
     ):
-        refuse_one_memory(TwoOverOneMemory(part))
+        refuse_unshardable(TwoOverOneMemory(part))
 
 
 def test_neighbours_in_one_memory_are_not_nor_what_is_tied_or_on_meta():
-    refuse_one_memory(TwoOverOneMemory(16))
+    refuse_unshardable(TwoOverOneMemory(16))
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
-    refuse_one_memory(tied)
-    refuse_one_memory(TwoOverOneMemory(0).to("meta"))
-    refuse_one_memory(nn.LSTM(4, 4))
+    refuse_unshardable(tied)
+    refuse_unshardable(TwoOverOneMemory(0).to("meta"))
+    refuse_unshardable(nn.LSTM(4, 4))
