@@ -12,6 +12,7 @@ from lightning_ups.transforms.fsdp.memory_choices import (
     least_headroom,
     unsharded_gradient_bytes,
 )
+from tests.strategies.cases import two_ranks
 
 GIB = 2**30
 
@@ -41,15 +42,12 @@ def test_the_cpu_does_not_say_what_is_free():
     assert free_memory(torch.device("cpu")) is None
 
 
-def gradient_bytes():
+@two_ranks
+def test_only_gradients_of_trainable_shards_count_in_the_dtype_of_the_reduction():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight.requires_grad_(False)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    return [unsharded_gradient_bytes(model, reduce_dtype=dtype) for dtype in (None, torch.float64)]
-
-
-def test_only_gradients_of_trainable_shards_count_in_the_dtype_of_the_reduction(ranks):
-    assert ranks(gradient_bytes) == [96, 192]
+    assert [unsharded_gradient_bytes(model, reduce_dtype=dtype) for dtype in (None, torch.float64)] == [96, 192]
 
 
 @pytest.mark.parametrize(("headroom", "keep"), [(27, True), (26, False), (0, False)])

@@ -4,6 +4,7 @@ from torch import nn
 
 from lightning_ups._compat.torch.fsdp.recording import recording
 from lightning_ups.transforms.sharding.materialize import is_on_meta, plan_initialisation
+from tests.strategies.cases import two_ranks
 from tests.transforms.fsdp.test_sharding import sharded_model
 
 CPU = torch.device("cpu")
@@ -51,11 +52,8 @@ def test_on_four_devices_too(four_ranks):
     assert four_ranks(initialised) == ([], True, False, True)
 
 
-def test_the_first_ranks_seed_counts(ranks):
-    assert ranks(seeded_apart) == (True, True)
-
-
-def seeded_apart():
+@two_ranks
+def test_the_first_ranks_seed_counts():
     rank = torch.distributed.get_rank()
     torch.manual_seed(rank)
     with recording() as record, torch.device("meta"):
@@ -66,9 +64,10 @@ def seeded_apart():
     drawn = torch.rand(1)
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(4, 4))
-    torch.manual_seed(rank)
-    own = torch.rand(1) if rank else drawn  # the others go on from their own state
-    return torch.equal(model[0].weight.full_tensor(), expected[0].weight), torch.equal(drawn, own)
+    assert torch.equal(model[0].weight.full_tensor(), expected[0].weight)
+    if rank:  # the others continue from their own state
+        torch.manual_seed(rank)
+        assert torch.equal(torch.rand(1), drawn)
 
 
 class Loose(nn.Module):

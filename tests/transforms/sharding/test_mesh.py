@@ -17,6 +17,7 @@ from lightning_ups.transforms.sharding.mesh import (
     part_of,
     shard_alike,
 )
+from tests.strategies.cases import two_ranks
 
 
 def test_whatever_is_not_asked_for_otherwise_shards():
@@ -49,31 +50,25 @@ def test_neighbours_split_matrices_and_the_data_dimension_has_one_name(four_rank
     assert (data, tensor) == ([0, 2], [0, 1])
 
 
-def built():
+@two_ranks
+def test_all_runs_of_a_process_share_a_mesh_and_its_groups():
     sizes, others = MeshSizes.of(2), MeshSizes.of(2, tensor=2)
     first, other = build_mesh("cpu", sizes), build_mesh("cpu", others)
     groups = len(dist.distributed_c10d._world.pg_map)
-    again = build_mesh("cpu", sizes)
-    return again is first, other is first, len(dist.distributed_c10d._world.pg_map) - groups
+    assert build_mesh("cpu", sizes) is first is not other
+    assert len(dist.distributed_c10d._world.pg_map) == groups
 
 
-def test_all_runs_of_a_process_share_a_mesh_and_its_groups(ranks):
-    assert ranks(built) == (True, False, 0)
-
-
-def stays_on_its_mesh():
-    """Return whether what is made of a tensor is on the mesh of that, after another mesh was equal to it."""
+@two_ranks
+def test_what_torch_knows_of_an_equal_mesh_is_forgotten():
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     (distribute_tensor(torch.randn(8), other, [Shard(0), Replicate()]).detach() * 2).to(torch.bfloat16)
     mesh = build_mesh("cpu", MeshSizes.of(2))
     assert mesh == other
     assert mesh is not other
     made = distribute_tensor(torch.randn(8), mesh, [Shard(0), Replicate()])
-    return [each.device_mesh is mesh for each in (made, made.detach(), made * 2, made.to(torch.bfloat16))]
-
-
-def test_what_torch_knows_of_an_equal_mesh_is_forgotten(ranks):
-    assert ranks(stays_on_its_mesh) == [True] * 4
+    for each in (made, made.detach(), made * 2, made.to(torch.bfloat16)):
+        assert each.device_mesh is mesh
 
 
 def test_a_mesh_of_another_world_is_left(tmp_path):
@@ -85,30 +80,23 @@ def test_a_mesh_of_another_world_is_left(tmp_path):
     assert meshes[0] is not meshes[1]
 
 
-def parts():
+@two_ranks
+def test_a_part_is_what_a_distributed_tensor_keeps():
     mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(15.0).view(3, 5)
-    same = [
-        torch.equal(part_of(whole, mesh, [p]), distribute_tensor(whole, mesh, [p]).to_local())
-        for p in (Shard(0), Shard(1), Replicate())
-    ]
-    one = part_of(torch.ones(1), mesh, [Shard(0)])
-    return same, one.numel() == (mesh.get_local_rank() == 0), device_of(mesh)
+    for p in (Shard(0), Shard(1), Replicate()):
+        assert torch.equal(part_of(whole, mesh, [p]), distribute_tensor(whole, mesh, [p]).to_local())
+    assert part_of(torch.ones(1), mesh, [Shard(0)]).numel() == (mesh.get_local_rank() == 0)
+    assert device_of(mesh) == torch.device("cpu")
 
 
-def test_a_part_is_what_a_distributed_tensor_keeps(ranks):
-    assert ranks(parts) == ([True] * 3, True, torch.device("cpu"))
+@two_ranks
+def test_ranks_decide_by_the_one_that_has_least():
+    rank = dist.get_rank()
+    assert least_of_ranks(2**40 + rank, 7 - rank, device=torch.device("cpu")) == [2**40, 6]
 
 
-def decided():
-    rank = torch.distributed.get_rank()
-    return least_of_ranks(2**40 + rank, 7 - rank, device=torch.device("cpu"))
-
-
-def test_ranks_decide_by_the_one_that_has_least(ranks):
-    assert ranks(decided) == [2**40, 6]
-
-
-def alike():
+@two_ranks
+def test_a_copy_keeps_its_values_as_shards():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     model[1].weight = nn.Parameter(model[0].weight.T.contiguous())
@@ -117,18 +105,11 @@ def alike():
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     shard_alike(copy, model)
     shard_alike(copy, model)  # a second fit's
-    same = [torch.equal(c.full_tensor(), e) for c, e in zip(copy.parameters(), expected, strict=True)]
-    placed = [c.placements == p.placements for c, p in zip(copy.parameters(), model.parameters(), strict=True)]
-    with torch.no_grad():
-        for c, p in zip(copy.parameters(), model.parameters(), strict=True):
+    for c, p, right in zip(copy.parameters(), model.parameters(), expected, strict=True):
+        assert torch.equal(c.full_tensor(), right)
+        assert c.placements == p.placements
+        with torch.no_grad():
             c.lerp_(p, 0.5)  # what averaging does
-    return same, placed
-
-
-def test_a_copy_keeps_its_values_as_shards(ranks):
-    same, placed = ranks(alike)
-    assert all(same)
-    assert all(placed)
 
 
 def test_a_copy_of_another_module_is_refused():

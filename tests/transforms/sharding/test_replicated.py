@@ -14,9 +14,12 @@ from lightning_ups.transforms.sharding.replicated import (
     give_first,
     share_random_state,
 )
+from tests.strategies.cases import two_ranks
 
 
-def averaged(unused):
+@two_ranks
+@pytest.mark.parametrize(("unused", "last"), [(False, None), (True, [0.5])])
+def test_gradients_are_the_mean_in_their_own_type(unused, last):
     rank = dist.get_rank()
     parameters = [
         nn.Parameter(torch.tensor(1.0)),
@@ -30,28 +33,22 @@ def averaged(unused):
         parameters[3].grad = torch.ones(1)
     for _ in range(2):  # a second time changes nothing
         average_gradients(parameters, group=dist.group.WORLD, unused=unused)
-    return [None if p.grad is None else p.grad.tolist() for p in parameters]
+    gradients = [None if p.grad is None else p.grad.tolist() for p in parameters]
+    assert gradients == [0.5, [0.5 + 0.5j] * 2, [0.5] * 3, last]
 
 
-def test_gradients_are_the_mean_in_their_own_type(ranks):
-    assert ranks(averaged, False) == [0.5, [0.5 + 0.5j] * 2, [0.5] * 3, None]
-    assert ranks(averaged, True) == [0.5, [0.5 + 0.5j] * 2, [0.5] * 3, [0.5]]
-
-
-def averaged_sparse():
-    p = nn.Parameter(torch.ones(4, 2))
+@two_ranks
+def test_a_sparse_gradient_of_one_rank_and_none_of_any():
+    p, idle = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(1))
     if dist.get_rank() == 0:
         p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (4, 2), check_invariants=True)
-    idle = nn.Parameter(torch.ones(1))
     average_gradients([p, idle], group=dist.group.WORLD, unused=True)
-    return p.grad.to_dense().tolist(), idle.grad
+    assert p.grad.to_dense().tolist() == [[0.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]
+    assert idle.grad is None
 
 
-def test_a_sparse_gradient_of_one_rank_and_none_of_any(ranks):
-    assert ranks(averaged_sparse) == ([[0.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]], None)
-
-
-def given():
+@two_ranks
+def test_the_first_ranks_values_whatever_the_strides():
     rank = dist.get_rank()
     memory = torch.arange(8.0).view(4, 2) + 10 * rank
     tensors = [
@@ -62,15 +59,8 @@ def given():
         torch.zeros(0),
     ]
     give_first(tensors, group=dist.group.WORLD)
-    every = [None] * 2
-    dist.all_gather_object(every, ([t.tolist() for t in tensors], memory[:, 1].tolist()))
-    return every
-
-
-def test_the_first_ranks_values_whatever_the_strides(ranks):
-    first, second = ranks(given)
-    assert second[0] == first[0] == [[0, 2, 4, 6], [[0, 2], [1, 3]], [0, 0, 0], [1j, 1j], []]
-    assert second[1] == [11, 13, 15, 17]
+    assert [t.tolist() for t in tensors] == [[0, 2, 4, 6], [[0, 2], [1, 3]], [0, 0, 0], [1j, 1j], []]
+    assert memory[:, 1].tolist() == [each + 10 * rank for each in (1, 3, 5, 7)]
 
 
 class Counts(nn.Module):
@@ -89,31 +79,26 @@ class Counts(nn.Module):
             self.sometimes += 1  # on one rank only: all must still send the same
 
 
-def synced():
+@two_ranks
+def test_what_changes_is_the_first_ranks():
     model = Counts()
     model.table += dist.get_rank()  # as an earlier run may have left it
-    sync, sent = BufferSync(model, group=dist.group.WORLD), []
+    sync = BufferSync(model, group=dist.group.WORLD)
     for _ in range(3):
         sync()
-        sent.append({name: b.clone() for name, b in model.named_buffers()})
+        every = [None] * 2
+        dist.all_gather_object(every, {name: b.tolist() for name, b in model.named_buffers()})
+        assert every[0] == every[1]
         model.step()
         sync.note_step()
-    every = [None] * 2
-    dist.all_gather_object(every, sent)
-    equal = [all(torch.equal(a[n], b[n]) for n in a) for a, b in zip(*every, strict=True)]
-    return equal, sync._names, sent[2]["steps"].item()
+    assert every[0]["steps"] == 2
+    norm = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert set(sync._names) == {"steps", "sometimes", *norm}
 
 
-def test_what_changes_is_the_first_ranks(ranks):
-    equal, names, steps = ranks(synced)
-    assert equal == [True, True, True]
-    assert set(names) == {
-        "steps", "sometimes", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
-    }  # fmt: skip
-    assert steps == 2
-
-
-def compared(kind):
+@two_ranks
+@pytest.mark.parametrize("kind", ["values", "order of rows", "shape", "type", "nothing", "nested", "complex"])
+def test_different_batches_are_refused_on_every_rank(kind):
     rank, x = dist.get_rank(), torch.arange(12.0).reshape(4, 3)
     other = {
         "values": x + 1e-6,
@@ -130,17 +115,14 @@ def compared(kind):
         check_one_batch(batch, group=dist.group.WORLD)
 
 
-@pytest.mark.parametrize("kind", ["values", "order of rows", "shape", "type", "nothing", "nested", "complex"])
-def test_different_batches_are_refused_on_every_rank(ranks, kind):
-    ranks(compared, kind)
-
-
 @dataclass(frozen=True)
 class Sample:
     x: torch.Tensor
 
 
-def hidden(kind):
+@two_ranks
+@pytest.mark.parametrize("kind", ["frozen", "packed", "nested", "jagged", "conjugate"])
+def test_tensors_are_found_in_what_no_collection_is_made_of_anew(kind):
     x = torch.arange(12.0).reshape(4, 3)
     own = x + 1e-6 if dist.get_rank() else x
     batch = {
@@ -154,13 +136,8 @@ def hidden(kind):
         check_one_batch((batch, 0), group=dist.group.WORLD)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("kind", ["frozen", "packed", "nested", "jagged", "conjugate"])
-def test_tensors_are_found_in_what_no_collection_is_made_of_anew(ranks, kind):
-    ranks(hidden, kind)
-
-
-def the_same():
+@two_ranks
+def test_the_same_batch_is_taken_whatever_is_in_it():
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     x[0, 0] = torch.nan
     of_types = [x.to(dtype) for dtype in (torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.uint8)]
@@ -168,21 +145,12 @@ def the_same():
     check_one_batch((UserDict(batch), 0), group=dist.group.WORLD)
 
 
-def test_the_same_batch_is_taken_whatever_is_in_it(ranks):
-    ranks(the_same)
-
-
-def drawn():
+@two_ranks
+def test_random_numbers_continue_as_those_of_the_first_rank():
     torch.manual_seed(dist.get_rank())
     random.seed(dist.get_rank())
     share_random_state(dist.group.WORLD)
-    found = [None, None]
-    dist.all_gather_object(found, (torch.rand(3).tolist(), random.random()))
-    return found
-
-
-def test_random_numbers_go_on_as_those_of_the_first_rank(ranks):
-    first, second = ranks(drawn)
+    found = torch.rand(3).tolist(), random.random()
     torch.manual_seed(0)
     random.seed(0)
-    assert first == second == (torch.rand(3).tolist(), random.random())
+    assert found == (torch.rand(3).tolist(), random.random())
