@@ -30,6 +30,7 @@ from tests.strategies.cases import (
     on_ranks,
     simply_on_ranks,
     train,
+    two_ranks,
     weights_of,
     whole,
 )
@@ -133,17 +134,14 @@ OUTSIDE = {
 WHERE = [*((what, FSDP2Strategy) for what in OUTSIDE), ("numpy", SimpleFSDPStrategy)]
 
 
-def failed_outside(tmp_path, what, kind):
+@two_ranks
+@pytest.mark.parametrize(("what", "kind"), WHERE)
+def test_an_error_outside_of_a_step_that_shards_cause_has_a_hint(tmp_path, what, kind):
     model, lightning = made(tmp_path, kind=kind)
     model.on_train_start = lambda: OUTSIDE[what](model)
     with pytest.raises((RuntimeError, TypeError, AssertionError, ZeroDivisionError)) as failed:
         lightning.fit(model, loader())
-    return getattr(failed.value, "__notes__", [])
-
-
-@pytest.mark.parametrize(("what", "kind"), WHERE)
-def test_code_outside_of_a_step_that_takes_a_part_for_the_whole_is_told_so(ranks, tmp_path, what, kind):
-    notes = ranks(failed_outside, tmp_path, what, kind)
+    notes = getattr(failed.value, "__notes__", [])
     if what == "other":
         assert notes == []
         return
@@ -152,7 +150,13 @@ def test_code_outside_of_a_step_that_takes_a_part_for_the_whole_is_told_so(ranks
     assert "tensor.full_tensor()" in note
 
 
-def types_seen(tmp_path, options):
+@two_ranks
+@pytest.mark.parametrize(
+    ("options", "root"),
+    [({"precision": "bf16-mixed"}, torch.bfloat16), ({"plugins": [BF16Precision(weights="masters")]}, torch.float32)],
+    ids=["autocast", "pure"],
+)
+def test_bf16_computes_in_blocks_and_gives_float32_gradients(tmp_path, options, root):
     model, lightning = made(tmp_path, name="Case", epochs=1, **options)
     seen = {}
     model.layers[0].up.register_forward_hook(lambda m, _, out: seen.update(weight=m.weight.dtype, inside=out.dtype))
@@ -160,19 +164,9 @@ def types_seen(tmp_path, options):
     model.on_train_start = lambda: model.head.register_forward_hook(lambda m, _, out: seen.update(root=out.dtype))
     model.on_before_optimizer_step = lambda *_: seen.update(gradient=model.head.weight.grad.dtype)
     lightning.fit(model, loader())
-    return {**seen, "loss": model.losses[0].dtype, "master": model.head.weight.dtype}
-
-
-@pytest.mark.parametrize(
-    ("options", "root"),
-    [({"precision": "bf16-mixed"}, torch.bfloat16), ({"plugins": [BF16Precision(weights="masters")]}, torch.float32)],
-    ids=["autocast", "pure"],
-)
-def test_bf16_computes_in_blocks_and_gives_float32_gradients(ranks, tmp_path, options, root):
     half, full = torch.bfloat16, torch.float32
-    assert ranks(types_seen, tmp_path, options) == {
-        "weight": half, "inside": half, "root": root, "gradient": full, "loss": full, "master": full,
-    }  # fmt: skip
+    assert seen == {"weight": half, "inside": half, "root": root, "gradient": full}
+    assert model.losses[0].dtype is model.head.weight.dtype is full
 
 
 def normed(tmp_path, strategy):
@@ -276,27 +270,20 @@ def test_data_that_is_set_between_steps_is_kept(ranks, tmp_path):
     check(found, right)
 
 
-def forgetting(tmp_path, strategy, steps):
+@two_ranks
+@pytest.mark.parametrize(("run", "steps"), [(simply_on_ranks, 2), (on_ranks, 2), (on_ranks, 1)])
+def test_a_write_that_would_be_lost_between_steps_is_refused(tmp_path, run, steps):
     CASES["Forgets"] = Forgets
-    run = simply_on_ranks if strategy == "simple" else on_ranks
     with pytest.raises(RuntimeError, match=r"shape \(32, 8\).*would be lost.*weight\[0\] = 0"):
         run("Forgets", tmp_path, {}, 2, {"steps": steps})
 
 
-@pytest.mark.parametrize(("strategy", "steps"), [("simple", 2), ("fsdp2", 2), ("fsdp2", 1)])
-def test_a_write_that_would_be_lost_between_steps_is_refused(ranks, tmp_path, strategy, steps):
-    ranks(forgetting, tmp_path, strategy, steps)
-
-
-def copied(tmp_path):
+@two_ranks
+def test_a_copy_of_a_sharded_module_is_refused_with_the_cure(tmp_path):
     model, lightning = made(tmp_path, epochs=1)
     lightning.fit(model, loader())
-    made(tmp_path, epochs=1, callbacks=[EMAWeightAveraging()])[1].fit(model, loader())
-
-
-def test_a_copy_of_a_sharded_module_is_refused_with_the_cure(ranks, tmp_path):
-    with pytest.raises(AssertionError, match=r"(?s)Case is sharded and cannot be copied.*create a new module"):
-        ranks(copied, tmp_path)
+    with pytest.raises(ValueError, match=r"Case is sharded and cannot be copied.*create a new module"):
+        made(tmp_path, epochs=1, callbacks=[EMAWeightAveraging()])[1].fit(model, loader())
 
 
 class Terminate(Callback):
@@ -311,38 +298,32 @@ class Terminate(Callback):
         self.stopped.append((trainer.global_step, type(exception)))
 
 
-def terminated(tmp_path):
-    watch = Terminate()
+@two_ranks
+def test_all_ranks_stop_together_when_one_gets_sigterm(tmp_path):
+    watch, stopped = Terminate(), [None] * 2
     model, lightning = made(tmp_path, epochs=50, callbacks=[watch], strategy={"sigterm_every": 2})
     with pytest.raises(SIGTERMException):
         lightning.fit(model, loader())
-    stopped = [None] * 2
     dist.all_gather_object(stopped, watch.stopped)
-    return stopped
+    assert stopped[0] == stopped[1]
+    (step, kind), *_ = stopped[0]
+    assert step in range(4, 9)
+    assert kind is SIGTERMException
 
 
-def test_all_ranks_stop_together_when_one_gets_sigterm(ranks, tmp_path):
-    first, second = ranks(terminated, tmp_path)
-    assert first == second
-    assert first[0][0] in range(4, 9)
-    assert first[0][1] is SIGTERMException
-
-
-def found(tmp_path):
+@two_ranks
+def test_what_is_read_outside_is_reported(tmp_path):
     model, lightning = made(tmp_path, name="ReadOutside", epochs=1)
     notes = []
     model.on_train_batch_end = lambda *_: notes.append(applied(lightning.strategy).report.parts["FSDP2Strategy"])
     lightning.fit(model, loader())
-    return notes[0]["gathered_for_the_step"]
+    assert notes[0]["gathered_for_the_step"] == ["embed.weight", "layers.0.up.weight"]
 
 
-def test_what_is_read_outside_is_reported(ranks, tmp_path):
-    assert ranks(found, tmp_path) == ["embed.weight", "layers.0.up.weight"]
-
-
-def test_a_read_in_another_type_says_where_to_cast(ranks, tmp_path):
-    with pytest.raises(AssertionError, match=r"(?s)embed.weight is read outside.*Cast the input there, as in F.linear"):
-        ranks(on_ranks, "ReadOutside", tmp_path, {}, 2, {"plugins": [BF16Precision(weights="masters")]})
+@two_ranks
+def test_a_read_in_another_type_says_where_to_cast(tmp_path):
+    with pytest.raises(RuntimeError, match=r"embed.weight is read outside.*Cast the input there, as in F.linear"):
+        on_ranks("ReadOutside", tmp_path, {}, 2, {"plugins": [BF16Precision(weights="masters")]})
 
 
 def named(tmp_path):
@@ -409,16 +390,12 @@ class Assigning(Case):
         self.optimizers().step()
 
 
-def assigned(tmp_path):
-    trainer(tmp_path, strategy=FSDP2Strategy(), devices=2).fit(Assigning(), loader())
-
-
-def test_gradients_that_are_assigned_are_told(ranks, tmp_path):
+@two_ranks
+def test_assigned_gradients_have_an_error_with_a_cure(tmp_path):
     with pytest.raises(
-        AssertionError, match=r"SGD cannot step parameters whose gradients were assigned.*manual_backward"
-    ) as it:
-        ranks(assigned, tmp_path)
-    assert "outside" not in str(it.value).partition("RuntimeError: SGD")[2]
+        RuntimeError, match=r"SGD .* whose gradients were assigned.*manual_backward"
+    ):
+        trainer(tmp_path, strategy=FSDP2Strategy(), devices=2).fit(Assigning(), loader())
 
 
 def norm_logged(tmp_path, kind):
@@ -457,7 +434,8 @@ class Dropping(Case):
 SPLIT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
 
-def unseeded(tmp_path):
+@two_ranks
+def test_ranks_that_split_products_stay_alike_without_a_seed(tmp_path):
     warnings.simplefilter("ignore")
     model, samples = Dropping(), data()
     torch.manual_seed(dist.get_rank())
@@ -466,17 +444,14 @@ def unseeded(tmp_path):
     strategy = FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan=SPLIT)
     trainer(tmp_path, strategy=strategy, devices=2, epochs=2).fit(model, DataLoader(samples, batch_size=4))
     own = torch.cat([whole(p).detach().flatten() for p in model.parameters()] + [torch.stack(model.losses)])
-    found = [torch.empty_like(own) for _ in range(2)]
+    first, second = found = [torch.empty_like(own) for _ in range(2)]
     dist.all_gather(found, own)
-    return [tensor.tolist() for tensor in found]
+    assert torch.equal(first, second)
 
 
-def test_ranks_that_split_products_stay_alike_without_a_seed(ranks, tmp_path):
-    first, second = ranks(unseeded, tmp_path)
-    assert first == second
-
-
-def with_own_sampler(tmp_path, step):
+@two_ranks
+@pytest.mark.parametrize("step", ["training", "validation"])
+def test_ranks_that_split_products_refuse_different_batches(tmp_path, step):
     warnings.simplefilter("ignore")
     own = DataLoader(data(), batch_size=4, sampler=DistributedSampler(data(), 2, dist.get_rank(), shuffle=False))
     shared = DataLoader(data(), batch_size=4)
@@ -484,8 +459,3 @@ def with_own_sampler(tmp_path, step):
     run = trainer(tmp_path, strategy=strategy, devices=2, use_distributed_sampler=False)
     with pytest.raises(ValueError, match="Ranks 0 and 1 were given different batches"):
         run.fit(Case(), own) if step == "training" else run.fit(Case(), shared, own)
-
-
-@pytest.mark.parametrize("step", ["training", "validation"])
-def test_ranks_that_split_products_are_told_when_their_samplers_give_each_its_own(ranks, tmp_path, step):
-    ranks(with_own_sampler, tmp_path, step)
