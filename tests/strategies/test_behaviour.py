@@ -392,9 +392,7 @@ class Assigning(Case):
 
 @two_ranks
 def test_assigned_gradients_have_an_error_with_a_cure(tmp_path):
-    with pytest.raises(
-        RuntimeError, match=r"SGD .* whose gradients were assigned.*manual_backward"
-    ):
+    with pytest.raises(RuntimeError, match=r"SGD .* whose gradients were assigned.*manual_backward"):
         trainer(tmp_path, strategy=FSDP2Strategy(), devices=2).fit(Assigning(), loader())
 
 

@@ -73,7 +73,7 @@ def choices(tmp_path):
     with patch("lightning_ups.strategies.fsdp2.free_memory", lambda _: 0 if rank == 1 else 2**40):
         trainer(tmp_path, strategy=strategy, devices=2, **options).fit(cases.Case(), loader())
     every = [None] * 2
-    dist.all_gather_object(every, strategy._accumulation.sync)
+    dist.all_gather_object(every, strategy._sync_in_effect)
     return every
 
 

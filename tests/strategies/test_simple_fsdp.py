@@ -24,7 +24,7 @@ from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy, simple_f
 from lightning_ups.transforms.sharding import unsharded
 from lightning_ups.transforms.simple_fsdp.parametrize import shards_of
 from tests.strategies import any_module, cases
-from tests.strategies.cases import CASES, data, losses_of, on_ranks, simply_on_ranks, weights_of
+from tests.strategies.cases import CASES, data, losses_of, on_ranks, simply_on_ranks, two_ranks, weights_of
 from tests.strategies.test_checkpoints import run_of
 from tests.strategies.test_parity import check, expected
 from tests.toys import trainer
@@ -91,7 +91,8 @@ def talks(module, *_):
     LOGGER.warning("%s is called", type(module).__name__)
 
 
-def turned(tmp_path):
+@two_ranks
+def test_a_given_compile_is_turned_into_one_of_whole_models_that_loggers_do_not_end(tmp_path):
     model, lightning = made(tmp_path, name="Gpt", epochs=1)
     model.model.layers[0].register_forward_pre_hook(talks)
     reports, keys = [], [None, None]
@@ -102,28 +103,16 @@ def turned(tmp_path):
 
     model.on_train_end = on_train_end
     lightning.fit(model, loader())
-    return reports[0], keys
-
-
-@pytest.fixture(scope="module")
-def one_graph(ranks, tmp_path_factory):
-    """What a run of a whole model that talks reports, and the keys of its passes on both ranks."""
-    return ranks(turned, tmp_path_factory.mktemp("turned"))
-
-
-def test_a_given_compile_is_turned_into_one_of_whole_models(one_graph):
-    parts, keys = one_graph
+    parts = reports[0]
     assert keys[0] != keys[1]  # programs differ from rank to rank, and devices of two machines have one name
     assert "scope model, chosen under SimpleFSDPStrategy: 1 root by aot_eager" in parts["Compile"]["lines"]
     assert (parts["Compile"]["scope"], parts["Compile"]["fullgraph"], parts["Compile"]["graphs"]) == ("model", True, 1)
     assert parts[PART]["overlap"] == "none"
     assert parts[PART]["lines"][0].endswith("the passes are inductor's, and this is aot_eager")
-
-
-def test_what_a_module_writes_to_a_logger_does_not_end_the_graph(one_graph):
-    parts, _ = one_graph
-    assert parts["Compile"]["graphs"] == 1
     assert parts[PART]["loggers_left_out"]
+
+
+BY_BLOCKS = r"or use FSDP2Strategy, under which blocks are compiled one by one\."
 
 
 class Breaks(cases.Gpt):
@@ -200,20 +189,14 @@ def test_gradients_of_shards_are_refused(ranks, tmp_path):
     check(*(ranks(under, tmp_path, "Inner", strategy) for strategy in ({}, "ddp")))
 
 
-def raising(tmp_path):
+@two_ranks
+def test_what_cannot_be_one_graph_is_an_error_in_the_first_step_if_asked_for(tmp_path):
     model, lightning = made(tmp_path, name="Breaks", callbacks=[Compile(backend="aot_eager", on_failure="raise")])
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match=rf"(?s)^Compile failed on model.*{BY_BLOCKS}$") as error:
         lightning.fit(model, loader())
-    return str(error.value)
-
-
-def test_what_cannot_be_one_graph_is_an_error_in_the_first_step_if_asked_for(ranks, tmp_path):
-    text = ranks(raising, tmp_path)
-    assert text.startswith("Compile failed on model")
     # What the compiler advises elsewhere is refused here.
-    assert "blocks=" not in text
-    assert "on_failure" not in text
-    assert text.endswith("or use FSDP2Strategy, under which blocks are compiled one by one.")
+    assert "blocks=" not in str(error.value)
+    assert "on_failure" not in str(error.value)
 
 
 class PastForward(cases.Case):
@@ -225,32 +208,18 @@ class PastForward(cases.Case):
         return x
 
 
-def nothing_compiled(tmp_path, callbacks):
+@two_ranks
+@pytest.mark.parametrize("callbacks", [[], [Compile(backend="aot_eager")]], ids=["by the strategy", "by Compile"])
+def test_advice_where_nothing_can_be_compiled(tmp_path, callbacks):
     model, lightning = made(tmp_path, name="PastForward", callbacks=callbacks)
     lightning.fit(model, loader())
-    trained = {"losses": losses_of(model, 5), "weights": weights_of(model)}
     compiled = CASES["Case"]()
     compiled.head.compile(backend="eager")
-    with pytest.raises(ValueError, match="compiled by the model") as other:
+    with pytest.raises(
+        ValueError, match=rf"(?s)^head is compiled by the model itself, with torch.*{BY_BLOCKS}$"
+    ) as error:
         made(tmp_path, callbacks=callbacks)[1].fit(compiled, loader())
-    return trained, str(other.value)
-
-
-def by_the_strategy(tmp_path):
-    return nothing_compiled(tmp_path, [])
-
-
-def by_compile(tmp_path):
-    return nothing_compiled(tmp_path, [Compile(backend="aot_eager")])
-
-
-@pytest.mark.parametrize("way", [by_the_strategy, by_compile])
-def test_advice_where_nothing_can_be_compiled(ranks, tmp_path, way):
-    trained, text = ranks(way, tmp_path)
-    check(trained, expected("Case", tmp_path, {}))
-    assert text.startswith("head is compiled by the model itself, with torch.compile() or .compile().")
-    assert "blocks=" not in text
-    assert text.endswith("or use FSDP2Strategy, under which blocks are compiled one by one.")
+    assert "blocks=" not in str(error.value)
 
 
 # Graphs
@@ -417,15 +386,11 @@ class WritesToShards(cases.Case):
         self.layers[1].up.weight.data = self.layers[1].up.weight.data * 0.5
 
 
-def written(tmp_path):
+@two_ranks
+def test_a_write_that_would_be_lost_is_refused(tmp_path):
     model, lightning = made(tmp_path, name="Writes")
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match=r"^head\.weight was written to within a step"):
         lightning.fit(model, loader())
-    return str(error.value)
-
-
-def test_a_write_that_would_be_lost_is_refused(ranks, tmp_path):
-    assert ranks(written, tmp_path).startswith("head.weight was written to within a step")
 
 
 class Either(nn.Module):
@@ -513,24 +478,20 @@ def test_a_device_that_holds_all_may_compute_by_itself(ranks, tmp_path, run, str
     check(ranks(partial(aside, run, tmp_path, strategy)), expected("Aside", tmp_path, {"steps": 4}))
 
 
-def twice(path, strategy):
-    warnings.simplefilter("ignore")
-    model, said = type("ByTurns", (ByTurns,), {"alike": False})(), []
-    for model.alike in (False, True):
-        callbacks = [Compile(backend="aot_eager")] if strategy is SimpleFSDPStrategy else []
-        lightning = trainer(path, epochs=1, devices=2, strategy=strategy(), callbacks=callbacks)
-        try:
-            lightning.fit(model, DataLoader(data(), batch_size=8))
-        except RuntimeError as error:
-            said.append(str(error))
-    return said, lightning.global_step
-
-
+@two_ranks
 @pytest.mark.parametrize("strategy", [SimpleFSDPStrategy, FSDP2Strategy])
-def test_a_run_that_was_refused_is_forgotten_by_the_next(ranks, tmp_path, strategy):
-    (said,), steps = ranks(twice, tmp_path, strategy)
-    assert "Collectives are matched by call order" in said
-    assert steps == 1
+def test_a_run_that_was_refused_is_forgotten_by_the_next(tmp_path, strategy):
+    warnings.simplefilter("ignore")
+    callbacks = [Compile(backend="aot_eager")] if strategy is SimpleFSDPStrategy else []
+    model, batches = type("ByTurns", (ByTurns,), {"alike": False})(), DataLoader(data(), batch_size=8)
+
+    def run():
+        return trainer(tmp_path, epochs=1, devices=2, strategy=strategy(), callbacks=callbacks)
+
+    with pytest.raises(RuntimeError, match="Collectives are matched by call order"):
+        run().fit(model, batches)
+    model.alike = True
+    run().fit(model, batches)
 
 
 @pytest.mark.parametrize("where", ["modules", pytest.param("branches", marks=pytest.mark.slow)])
@@ -693,42 +654,30 @@ def test_parts_are_trained_as_by_ddp(ranks, tmp_path, part):
 # Refusals
 
 
+@two_ranks
 @pytest.mark.parametrize(
     ("compile_options", "text"),
     [
-        ({"fullgraph": False}, r"Compile\(fullgraph=False\) is given under SimpleFSDPStrategy"),
-        ({"blocks": ["layers.*"]}, r"Compile\(blocks="),
-        ({"mode": "reduce-overhead", "backend": "inductor"}, "would replay CUDA graphs"),
+        ({"fullgraph": False}, r"Compile\(fullgraph=False\) is given under SimpleFSDPStrategy.*Leave that out"),
+        ({"blocks": ["layers.*"]}, r"Compile\(blocks=.*Leave that out"),
+        ({"mode": "reduce-overhead", "backend": "inductor"}, "would replay CUDA graphs.*Use mode='default'"),
+        (None, "TORCHDYNAMO_DISABLE=1 is set.*Unset it, or use FSDP2Strategy"),
     ],
 )
-def test_what_would_not_be_one_graph_is_refused(ranks, tmp_path, compile_options, text):
-    with pytest.raises(AssertionError, match=rf"(?s){text}.*(Leave that out|Use mode='default')"):
-        ranks(fit_with, tmp_path, compile_options)
-
-
-def fit_with(tmp_path, compile_options):
-    made(tmp_path, callbacks=[Compile(**{"backend": "aot_eager", **compile_options})])[1].fit(CASES["Case"](), loader())
-
-
-def switched_off(tmp_path):
+def test_what_would_not_be_one_graph_is_refused(tmp_path, compile_options, text):
+    callbacks = [Compile(**{"backend": "aot_eager", **(compile_options or {})})]
+    model, lightning = made(tmp_path, callbacks=callbacks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        fit_with(tmp_path, {})
+        patch.setenv("TORCHDYNAMO_DISABLE", str(int(compile_options is None)))
+        with pytest.raises((ValueError, RuntimeError), match=rf"(?s){text}"):
+            lightning.fit(model, loader())
 
 
-def test_compilation_switched_off_is_refused(ranks, tmp_path):
-    with pytest.raises(AssertionError, match=r"(?s)TORCHDYNAMO_DISABLE=1 is set.*Unset it, or use FSDP2Strategy"):
-        ranks(switched_off, tmp_path)
-
-
-def float8_gather(tmp_path):
-    in_float8(tmp_path, simple=True, all_gather=True, recipe="tensorwise")
-
-
-def test_a_gather_in_float8_is_refused(ranks, tmp_path):
+@two_ranks
+def test_a_gather_in_float8_is_refused(tmp_path):
     pytest.importorskip("torchao")
-    with pytest.raises(AssertionError, match=r"(?s)Float8Precision\(all_gather=True\).*Leave all_gather out"):
-        ranks(float8_gather, tmp_path)
+    with pytest.raises((ValueError, RuntimeError), match=r"Float8Precision\(all_gather=True\).*Leave all_gather out"):
+        in_float8(tmp_path, simple=True, all_gather=True, recipe="tensorwise")
 
 
 OWN = (Aside, Breaks, Idioms, Inner, MixesTypes, MixesTypesWithin, PastForward, Penalized, Summed, WideBlocks, Writes)
