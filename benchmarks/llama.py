@@ -48,8 +48,8 @@ from typing_extensions import override
 
 from lightning_ups.callbacks import AccelerationFlags, Compile, LeanProgressBar
 from lightning_ups.kernels.attention import decisions, routed_attention
-from lightning_ups.models.adamw import decay_groups
 from lightning_ups.models.gpt import GPT, SIZES, GPTModule, Linear, Size
+from lightning_ups.models.optimizer import decay_groups
 from lightning_ups.optim import MasteredOptimizer, MasterWeights
 from lightning_ups.order import Weights
 from lightning_ups.precision import BF16Precision, Float8Precision

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lightning_ups.callbacks import Compile, TextSample, UnigramBaseline
 from lightning_ups.cli import UpsCLI
-from lightning_ups.models.adamw import adamw
+from lightning_ups.models.optimizer import adamw
 
 CONFIG = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 STEPS = int(os.environ.get("UPS_BENCH_STEPS", "300" if torch.cuda.is_available() else "20"))

@@ -9,26 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ups.order.arguments import check_least
-
-__all__ = ["Crops", "batches", "check_counts"]
-
-
-def check_counts(of: str, *, optional: str, **counts: tuple[int | None, int]) -> None:
-    """Raise unless each of ``counts``, given with its minimum, is an integer that is not below it.
-
-    Args:
-        of: The class whose arguments they are.
-        optional: The argument that may be None.
-        **counts: Values and minimums.
-
-    Raises:
-        TypeError: If one is not an integer.
-        ValueError: If one is below its minimum.
-    """
-    why = "It is a size of the data."
-    for name, (value, least) in counts.items():
-        check_least(name, value, least, of=of, why=why, optional=name == optional)
+__all__ = ["Crops", "batches"]
 
 
 class Crops(Dataset[Tensor]):

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_ups.data.crops import batches, check_counts
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.data.crops import batches
 
 __all__ = ["RandomTokens"]
 
@@ -26,10 +25,6 @@ class RandomTokens(LightningDataModule):
         num_samples: Samples in an epoch, on all devices.
         num_val_samples: Samples in a validation. None: two batches.
         seed: For the tokens.
-
-    Raises:
-        TypeError: If an argument is not an integer.
-        ValueError: If a number is too small.
     """
 
     def __init__(
@@ -43,16 +38,6 @@ class RandomTokens(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_counts(
-            "RandomTokens",
-            optional="num_val_samples",
-            vocab_size=(vocab_size, 1),
-            seq_len=(seq_len, 1),
-            batch_size=(batch_size, 1),
-            num_samples=(num_samples, 1),
-            num_val_samples=(num_val_samples, 0),
-        )
-        check_kind("seed", seed, int, of="RandomTokens", why="It draws the tokens.")
         self.vocab_size, self.seq_len = vocab_size, seq_len
         self.batch_size = int(batch_size)  # a DataLoader refuses NumPy integers
         self.num_samples = num_samples

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_ups.data.crops import Crops, batches, check_counts
-from lightning_ups.order.arguments import check_path, check_seed
+from lightning_ups.data.crops import Crops, batches
 
 __all__ = ["StdlibText", "unigram_entropy"]
 
@@ -40,8 +39,7 @@ class StdlibText(LightningDataModule):
         root: A folder of Python files. None: the standard library of this Python.
 
     Raises:
-        TypeError: If an argument has a wrong type.
-        ValueError: If a number is too small, or, when training begins, an epoch has fewer crops than a batch.
+        ValueError: When training begins, if an epoch has fewer crops than a batch.
         RuntimeError: In ``setup``, if there are too few source files.
 
     Example::
@@ -65,18 +63,6 @@ class StdlibText(LightningDataModule):
         root: str | None = None,
     ) -> None:
         super().__init__()
-        check_counts(
-            "StdlibText",
-            optional="batch_size",
-            seq_len=(seq_len, 1),
-            hold_out_one_in=(hold_out_one_in, 2),
-            num_crops=(num_crops, 1),
-            num_val_crops=(num_val_crops, 0),
-            batch_size=(batch_size, 1),
-        )
-        check_seed(seed, of="StdlibText", why="It draws the positions.")
-        why = "It is a folder of Python files."
-        check_path("root", root, of="StdlibText", why=why)
         # A DataLoader refuses NumPy integers, and they overflow with hashes.
         self.batch_size = None if batch_size is None else int(batch_size)
         self.seq_len, self.hold_out_one_in = seq_len, int(hold_out_one_in)

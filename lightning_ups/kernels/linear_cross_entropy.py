@@ -93,8 +93,8 @@ def linear_cross_entropy(
         ValueError: If shapes do not match, or the backend does not support the arguments.
         TypeError: If the weight is sharded, the targets are not integers, or ``z_loss`` or ``softcap`` is a tensor.
     """
-    _validate(hidden, weight, targets, reduction=reduction, chunk=chunk, backend=backend)
-    _validate_numbers(z_loss=z_loss, softcap=softcap)
+    _validate(hidden, weight, targets)
+    _validate_options(reduction=reduction, chunk=chunk, backend=backend, z_loss=z_loss, softcap=softcap)
     targets = targets.long()  # in uint8, 156 would equal -100
     if backend == "reference":
         return reference_linear_cross_entropy(
@@ -335,27 +335,14 @@ def _slices(num_rows: int, chunk: int) -> Iterator[slice]:
         yield slice(start, min(start + chunk, num_rows))
 
 
-def _empty_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    chunk: int,
-    dtype: torch.dtype,
-    round_logits: bool,
-    want_hidden: bool,
-    want_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows = hidden.shape[0]
-    precise = torch.promote_types(dtype, torch.float32)
-    grads = reduction != "none"
+def _empty_forward(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, reduction, _, dtype, _, want_hidden, want_weight = options
     return (
-        hidden.new_empty((num_rows,) if reduction == "none" else (), dtype=precise),
-        hidden.new_empty(hidden.shape) if want_hidden and grads else hidden.new_empty(0),
-        weight.new_empty(weight.shape) if want_weight and grads else weight.new_empty(0),
+        hidden.new_empty(
+            hidden.shape[:1] if reduction == "none" else (), dtype=torch.promote_types(dtype, torch.float32)
+        ),
+        hidden.new_empty(hidden.shape if want_hidden and reduction != "none" else 0),
+        weight.new_empty(weight.shape if want_weight and reduction != "none" else 0),
     )
 
 
@@ -388,8 +375,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | No
         return None, None, *nothing
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "A gradient of linear_cross_entropy was asked for that can itself be differentiated, by create_graph=True."
-            " Its gradients are computed in the forward pass, as numbers: a derivative of them would be wrong."
+            "linear_cross_entropy has no second derivative: its gradients are computed in the forward pass, as numbers."
             f" Leave create_graph=True out, or {_INSTEAD}."
         )
     if ctx.reduction == "none":
@@ -410,9 +396,7 @@ def _saved_once(ctx: Any) -> tuple[Tensor, ...]:
     # Autograd itself does not notice if saved-tensor hooks return the scaled tensors.
     if saved is None or any(not ctx.scaled.isdisjoint(_memory_of(tensor)) for tensor in saved):
         raise RuntimeError(
-            "linear_cross_entropy was differentiated twice."
-            " Its gradients are computed in the forward pass and scaled where they are, so that the weight's is in"
-            " memory once."
+            "linear_cross_entropy was differentiated twice, and its gradients are scaled in place."
             " Call backward once, or use backend='reference' for a second time."
         )
     return saved
@@ -483,9 +467,7 @@ def _by_torch(
         why = "this torch has no F.linear_cross_entropy" if options is None else unknown
         instead = ", or round_logits=False" if options is not None and rounds and not (z_loss or softcap) else ""
         raise ValueError(
-            f"linear_cross_entropy(backend='torch') was asked for, and {why}."
-            " A backend that is named does what is asked or stops."
-            f" Use backend='chunked'{instead}."
+            f"linear_cross_entropy(backend='torch') is not possible: {why}. Use backend='chunked'{instead}."
         )
     policy: dict[str, Any] = {"acc_policy": "accurate"}
     if chunk != "auto":
@@ -502,62 +484,39 @@ def _by_torch(
     return loss.view(targets.shape) if reduction == "none" else loss
 
 
-def _validate(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, reduction: str, chunk: int | str, backend: str
-) -> None:
+def _validate(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
     if any(isinstance(tensor, DTensor) for tensor in (hidden, weight, targets)):
         raise TypeError(
-            "linear_cross_entropy was given a DTensor, a part of what is sharded over devices."
-            " It needs all classes of each row."
-            " Call it in the forward of the module that owns the weight, where that is gathered, or pass"
-            " weight.full_tensor(); with a head parallel over the vocabulary use torch's loss_parallel."
+            "linear_cross_entropy needs all classes of each row, and was given a DTensor. Call it in the forward of the"
+            " module that owns the weight, or pass weight.full_tensor(); with a head parallel over the vocabulary use"
+            " torch's loss_parallel."
         )
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or hidden.shape[:-1] != targets.shape:
         raise ValueError(
-            f"linear_cross_entropy was given hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets"
-            f" {tuple(targets.shape)}."
-            " They are [..., dim], [vocab, dim] and [...]."
-            " Pass the weight of nn.Linear as it is, and one class for each row of hidden."
+            f"linear_cross_entropy takes hidden [..., dim], weight [vocab, dim] and targets [...], not"
+            f" {tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}. Pass the weight of nn.Linear as"
+            " it is, and one class for each row of hidden."
         )
     if not hidden.device == weight.device == targets.device:
         raise ValueError(
             f"linear_cross_entropy was given hidden on {hidden.device}, weight on {weight.device} and targets on"
-            f" {targets.device}."
-            " One kernel reads all three, and finds nothing in another device's memory."
-            " Move them to one device first, such as by targets.to(hidden.device)."
+            f" {targets.device}. Move them to one device first, such as by targets.to(hidden.device)."
         )
     if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
-        raise TypeError(
-            f"linear_cross_entropy was given targets of {str(targets.dtype).removeprefix('torch.')}."
-            " A target is the number of the row's class."
-            " Use targets.long()."
-        )
+        raise TypeError(f"The targets of linear_cross_entropy are {targets.dtype}, not integers. Use targets.long().")
+
+
+def _validate_options(*, reduction: str, chunk: int | str, backend: str, z_loss: float, softcap: float | None) -> None:
     for name, value, known in (("reduction", reduction, Reduction), ("backend", backend, Backend)):
         if value not in get_args(known):
-            raise ValueError(
-                f"linear_cross_entropy({name}={value!r}) is not known."
-                " It says how the rows' losses are put together, or by what they are computed."
-                f" Use one of {get_args(known)}."
-            )
-    if chunk != "auto" and (not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(
-            f"linear_cross_entropy(chunk={chunk!r}) is not a number of rows."
-            " So many rows' logits are in memory at a time."
-            " Use a positive number, or 'auto'."
-        )
-
-
-def _validate_numbers(*, z_loss: float, softcap: float | None) -> None:
+            raise ValueError(f"linear_cross_entropy({name}={value!r}) is not known. Use one of {get_args(known)}.")
+    if isinstance(chunk, int) and chunk < 1:
+        raise ValueError(f"linear_cross_entropy(chunk={chunk!r}) has no rows. Use a positive number, or 'auto'.")
     for name, value in (("z_loss", z_loss), ("softcap", softcap)):
         if isinstance(value, Tensor):
             raise TypeError(
-                f"linear_cross_entropy was given a tensor as {name}."
-                " It takes a number, and gives no gradient of it."
+                f"linear_cross_entropy was given a tensor as {name}, of which it gives no gradient."
                 f" Use float({name}) of one that is not learned."
             )
         if value is not None and not 0 <= value < math.inf:
-            raise ValueError(
-                f"linear_cross_entropy({name}={value}) is below 0, or not finite."
-                " The loss would fall as logits drift apart, or be not a number."
-                " Use 0 or more; 0 is without."
-            )
+            raise ValueError(f"linear_cross_entropy({name}={value}) is below 0, or not finite. Use 0 or more.")

@@ -6,8 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_ups.order.arguments import check_finite, check_least, check_seed
-
 __all__ = ["generate"]
 
 
@@ -36,23 +34,14 @@ def generate(
         seed: For sampling.
 
     Raises:
-        TypeError: If a number has a wrong type.
-        ValueError: If the prompt is empty or has a wrong shape, or a number is out of range.
+        ValueError: If the prompt is empty or has a wrong shape.
     """
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ValueError(
             f"generate was given a prompt of shape {tuple(prompt.shape)}. It is [batch, seq] with at least one token."
             " Use prompt.unsqueeze(0) for a single one."
         )
-    check_finite("temperature", temperature, of="generate", why="It divides the logits.")
-    check_seed(seed, of="generate", why="It is for sampling.")
-    for name, value, least, why in (
-        ("num_tokens", num_tokens, 0, "It counts tokens to add."),
-        ("context", context, 1, "It counts tokens to read."),
-        ("top_k", top_k, 1, "It counts tokens to sample from."),
-    ):
-        check_least(name, value, least, of="generate", why=why, optional=name == "top_k")
-    random = torch.Generator(prompt.device).manual_seed(int(seed))
+    random = torch.Generator(prompt.device).manual_seed(seed)
     tokens_BT = prompt.long()
     for _ in range(num_tokens):
         logits_BV = logits_of(tokens_BT[:, -context:])[:, -1].float()

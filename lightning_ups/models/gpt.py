@@ -9,7 +9,7 @@ on the meta device, calling it in the order of ``modules()`` gives the same bits
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -22,10 +22,9 @@ from torch.nn import functional as F  # noqa: N812
 from typing_extensions import override
 
 from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy
-from lightning_ups.models.adamw import adamw
 from lightning_ups.models.generate import generate
-from lightning_ups.models.schedule import Schedule, scheduler
-from lightning_ups.order.arguments import check_choice, check_finite, check_least
+from lightning_ups.models.optimizer import Schedule, adamw, scheduler
+from lightning_ups.order.arguments import check_choice, check_least
 
 __all__ = ["GPT", "SIZES", "GPTConfig", "GPTModule", "Size"]
 
@@ -53,8 +52,7 @@ class GPTConfig:
             `lightning_ups.kernels.linear_cross_entropy`.
 
     Raises:
-        TypeError: If an argument has a wrong type.
-        ValueError: If a number is out of range, heads do not divide, or ``loss`` is unknown.
+        ValueError: If heads do not divide, or ``loss`` is unknown.
     """
 
     dim: int
@@ -71,7 +69,7 @@ class GPTConfig:
     loss: Loss = "logits"
 
     def __post_init__(self) -> None:
-        _check_shape("GPTConfig", **asdict(self))
+        check_choice("loss", self.loss, get_args(Loss), of="GPTConfig", why="It says how the loss is computed.")
         if self.dim % (2 * self.num_heads) or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads} do not divide."
@@ -98,19 +96,6 @@ class GPTConfig:
         projections = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.dim
         weights = self.num_layers * self.dim * (projections + 3 * self.ffn_dim) + self.vocab_size * self.dim
         return 6 * weights + 6 * self.num_layers * self.dim * seq_len
-
-
-def _check_shape(of: str, **given: Any) -> None:
-    """Raise unless the ``given`` arguments of class ``of`` are valid values of a `GPTConfig`."""
-    for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):
-        if name in given:
-            check_least(name, given[name], 1, of=of, why="It is a size of the model.")
-    if "rope_theta" in given:
-        check_finite("rope_theta", given["rope_theta"], of=of, why="Its powers are the rotary frequencies.", above=0)
-    if "norm_eps" in given:
-        check_finite("norm_eps", given["norm_eps"], of=of, why="It is added to a mean square.")
-    if "loss" in given:
-        check_choice("loss", given["loss"], get_args(Loss), of=of, why="It says how the loss is computed.")
 
 
 SIZES: Mapping[Size, GPTConfig] = MappingProxyType(
@@ -386,8 +371,7 @@ class GPTModule(LightningModule):
         fused: Use torch's fused AdamW. None: on CPU and CUDA. Lightning's ``bf16-mixed`` cannot clip gradients with it.
 
     Raises:
-        TypeError: If an argument has a wrong type.
-        ValueError: If a choice is unknown or a number is out of range.
+        ValueError: If a choice is unknown, or heads do not divide.
 
     Example::
 
@@ -420,16 +404,9 @@ class GPTModule(LightningModule):
         check_choice("size", size, tuple(SIZES), of="GPTModule", why="It names a shape of the model.")
         why = "It is how the learning rate decays after the warm-up."
         check_choice("schedule", schedule, get_args(Schedule), of="GPTModule", why=why)
-        why = "It counts the steps over which the learning rate rises."
-        check_least("warmup_steps", warmup_steps, 0, of="GPTModule", why=why)
-        why = "The optimizer or its schedule computes with it."
-        for name, value, most in (
-            ("lr", lr, None),
-            ("weight_decay", weight_decay, None),
-            ("final_fraction", final_fraction, 1),
-            ("decay_fraction", decay_fraction, 1),
-        ):
-            check_finite(name, value, of="GPTModule", why=why, most=most)
+        for name, value in (("warmup_steps", warmup_steps), ("vocab_size", vocab_size), ("max_seq_len", max_seq_len)):
+            least = 0 if name == "warmup_steps" else 1
+            check_least(name, value, least, of="GPTModule", why="It is a count.", optional=name != "warmup_steps")
         given = {
             "vocab_size": vocab_size,
             "max_seq_len": max_seq_len,
@@ -439,7 +416,6 @@ class GPTModule(LightningModule):
             "loss": loss,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        _check_shape("GPTModule", **given)
         self.config = replace(SIZES[size], **given)
         self.lr, self.betas, self.weight_decay, self.fused = lr, betas, weight_decay, fused
         self.schedule: Schedule = schedule

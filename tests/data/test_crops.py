@@ -50,13 +50,6 @@ def test_shuffled_epochs_differ_and_repeat_from_the_seed():
     assert epochs(1) != [first, second]
 
 
-def test_the_order_does_not_use_the_global_generator():
-    torch.manual_seed(0)
-    order = torch.cat([*loader(shuffle_seed=0)])
-    torch.manual_seed(1)
-    assert torch.equal(order, torch.cat([*loader(shuffle_seed=0)]))
-
-
 def test_unshuffled_keeps_the_order_and_the_last_batch():
     found = [*loader()]
     assert [len(batch) for batch in found] == [10] * 9 + [6]

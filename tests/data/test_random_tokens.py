@@ -3,7 +3,6 @@ import pytest
 import torch
 
 from lightning_ups.data import RandomTokens
-from tests.toys import trainer
 
 
 def make(**options):
@@ -44,13 +43,6 @@ def test_numpy_integers_are_accepted():
     assert torch.equal(batch, other)
 
 
-def test_nothing_is_drawn_from_the_global_generator():
-    torch.manual_seed(0)
-    first = next(iter(make().train_dataloader()))
-    torch.manual_seed(1)
-    assert torch.equal(first, next(iter(make().train_dataloader())))
-
-
 @pytest.mark.gpu
 def test_batches_are_pinned_for_a_gpu(tmp_path):
     from lightning.pytorch import Trainer
@@ -58,25 +50,3 @@ def test_batches_are_pinned_for_a_gpu(tmp_path):
     data = make()
     data.trainer = Trainer(accelerator="gpu", devices=1, logger=False, default_root_dir=tmp_path)
     assert next(iter(data.train_dataloader())).is_pinned()
-
-
-def test_batches_are_not_pinned_for_a_cpu(tmp_path):
-    data = make()
-    data.trainer = trainer(tmp_path)
-    assert not data.train_dataloader().pin_memory
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "fix"),
-    [
-        ("seq_len", 0, "Use 1 or more"),
-        ("vocab_size", "3", "Use a whole number"),
-        ("batch_size", None, "Use a whole number"),
-        ("num_samples", True, "Use a whole number"),
-        ("num_val_samples", -1, "Use 0 or more, or None"),
-        ("seed", None, "Use a whole number"),
-    ],
-)
-def test_a_wrong_argument_is_an_error(name, value, fix):
-    with pytest.raises((TypeError, ValueError), match=rf"RandomTokens\({name}={value!r}\).*{fix}"):
-        RandomTokens(**{"vocab_size": 3, "seq_len": 2, "batch_size": 2, name: value})

@@ -8,7 +8,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 from torch.nn import functional as F  # noqa: N812
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -99,7 +98,7 @@ def drawn(seed):
     }
 
 
-@pytest.fixture(params=range(40))
+@pytest.fixture(params=range(20))
 def all_drawn(request, monkeypatch):
     seed = request.param
     monkeypatch.setattr(module, "_LEAST_LOGITS_ROWS", random.Random(-seed).randint(1, 9))
@@ -161,17 +160,6 @@ def test_bfloat16_sums_the_weights_gradient_in_float32():
     coarse_error = (coarse.double() - wanted[2]).norm() / wanted[2].norm()
     assert error < 4e-3  # one rounding to bfloat16
     assert coarse_error > 5 * error
-
-
-@pytest.mark.parametrize(("options", "tolerance"), [({}, 1e-3), ({"round_logits": False}, 1e-6)], ids=str)
-def test_autocast_multiplies_in_its_type_and_returns_gradients_in_the_weights(options, tolerance):
-    hidden, weight, targets = inputs()
-    with torch.autocast("cpu", torch.bfloat16):
-        found = results(linear_cross_entropy, hidden, weight, targets, **options)
-    assert [tensor.dtype for tensor in found] == [torch.float32] * 3
-    rounded = exact(hidden.bfloat16(), weight.bfloat16(), targets)
-    assert_close(found[:1], rounded[:1], tolerance)
-    assert_close(found, exact(hidden, weight, targets), 2e-2)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -274,25 +262,6 @@ def test_no_rows_at_all(reduction):
     assert not grad_weight.any()
 
 
-def test_leading_axes_stay():
-    hidden, weight, targets = inputs()
-    flat = linear_cross_entropy(hidden, weight, targets, reduction="none")
-    stacked = linear_cross_entropy(hidden.view(5, 10, DIM), weight, targets.view(5, 10), reduction="none")
-    assert torch.equal(stacked, flat.view(5, 10))
-
-
-def peak_bytes(call):
-    """Return by how much memory grew at its highest, by the allocator's own account."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        call()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    total = highest = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        highest = max(highest, total)
-    return highest
-
-
 def saved_bytes(call):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes) or tensor, lambda t: t):
@@ -301,23 +270,7 @@ def saved_bytes(call):
 
 
 BIG = {"rows": 1024, "dim": 32, "vocab": 4096}
-LOGITS = 1024 * 4096 * 4
 GRADS = (1024 + 4096) * 32 * 4
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_memory_is_that_of_a_chunk_and_the_gradients(reduction):
-    hidden, weight, targets = inputs(**BIG)
-
-    def run(chunk, backend):
-        hidden.grad = weight.grad = None
-        loss = linear_cross_entropy(hidden, weight, targets, chunk=chunk, reduction=reduction, backend=backend)
-        loss.sum().backward()
-
-    run(64, "chunked")  # what is allocated once in a process
-    small = peak_bytes(lambda: run(64, "chunked"))
-    assert small < 3 * LOGITS * 64 / 1024 + 1.5 * GRADS
-    assert peak_bytes(lambda: run("auto", "reference")) > 2.5 * LOGITS
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -422,20 +375,6 @@ def test_rounding_is_to_the_type_of_autocast(reduction):
     assert not torch.allclose(found, exactly, rtol=1e-6)
 
 
-@pytest.mark.parametrize("round_logits", [False, True])
-@pytest.mark.usefixtures("halves")  # of gradients, beside logits in float32
-def test_whatever_the_share_of_float32_logits(monkeypatch, round_logits):
-    monkeypatch.setattr(module, "_LEAST_LOGITS_ROWS", 3)
-    monkeypatch.setattr(module, "_ROWS_MULTIPLE", 1)
-    given = steep()
-    wanted = exact(*given, reduction="none", round_logits=round_logits)
-    found = results(linear_cross_entropy, *given, reduction="none", round_logits=round_logits, chunk=60)
-    if not round_logits:
-        assert_close(found[:1], wanted[:1], 1e-6)
-    for a, b in zip(found, wanted, strict=True):
-        assert (a.double() - b).norm() < 2e-2 * b.norm()
-
-
 def on_a_gpu(rows, dim, vocab, dtype=torch.bfloat16):
     """Return inputs without memory in a FakeTensorMode; `a_gpu` makes them say that they are on one."""
     targets = torch.empty(rows, dtype=torch.int64)
@@ -502,20 +441,6 @@ def peak_on_a_gpu(monkeypatch, a_gpu):
 
 
 LLAMA, WIDE, SMALL = (16384, 2048, 128256), (16384, 4096, 128256), (32768, 768, 50304)
-USUAL = {
-    shape: 2 * (rows * vocab + vocab * dim + rows * dim)
-    for shape in (LLAMA, WIDE, SMALL)
-    for rows, dim, vocab in [shape]
-}
-
-
-@pytest.mark.parametrize(
-    ("shape", "rounded", "exactly"), [(LLAMA, 0.46, 0.51), (WIDE, 0.62, 0.66), (SMALL, 0.19, 0.22)]
-)
-def test_auto_is_a_real_saving_beside_the_usual_way_compiled(peak_on_a_gpu, shape, rounded, exactly):
-    # The usual way compiled was measured to have bfloat16 logits once, and the gradients: 4.47, 5.02 and 3.19 GiB.
-    assert peak_on_a_gpu(shape) < rounded * USUAL[shape]
-    assert peak_on_a_gpu(shape, round_logits=False) < exactly * USUAL[shape]
 
 
 @pytest.mark.parametrize("shape", [LLAMA, WIDE, SMALL])
@@ -576,12 +501,6 @@ def test_torchs_own(chunk):
     torch.testing.assert_close(loss, exact(*double)[0], rtol=1e-12, atol=0)
 
 
-def test_a_torch_without_it_is_named(monkeypatch):
-    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
-    with pytest.raises(ValueError, match="this torch has no"):
-        linear_cross_entropy(*inputs(), backend="torch")
-
-
 H, W, T = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64)
 
 
@@ -595,7 +514,6 @@ H, W, T = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64
         ((H, W, T), {"chunk": 0}, "Use a positive number"),
         ((H, W, T.to("meta")), {}, "targets on meta.*Move them to one device"),
         ((H, W, T), {"softcap": -30.0}, "Use 0 or more"),
-        ((H, W, T), {"softcap": float("inf")}, "Use 0 or more"),
         ((H, W, T), {"z_loss": float("nan")}, "Use 0 or more"),
     ],
 )
@@ -629,15 +547,6 @@ def test_targets_of_every_width_are_the_same_classes(dtype, backend):
         ignored = torch.tensor([56, -100, 0, 127]).to(dtype)
         found = linear_cross_entropy(hidden, weight, ignored, backend=backend)
         torch.testing.assert_close(found, F.cross_entropy(hidden @ weight.t(), ignored.long()))
-
-
-@pytest.mark.parametrize("backend", ["chunked", "reference"])
-def test_a_single_row_without_axes(backend):
-    hidden, weight, targets = inputs(rows=1, ignored=0)
-    for reduction in ("mean", "none"):
-        found = linear_cross_entropy(hidden[0], weight, targets[0], backend=backend, reduction=reduction)
-        torch.testing.assert_close(found, F.cross_entropy(hidden[0] @ weight.t(), targets[0]))
-        assert found.shape == ()
 
 
 @pytest.mark.parametrize("backend", ["chunked", "reference"])

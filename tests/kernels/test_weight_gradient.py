@@ -20,7 +20,7 @@ def summed(vocab, dim, *, dtype=torch.bfloat16, lean=False, once=False, chunks=3
 
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", [1, 9, 40, 1000, 5001])
+@pytest.mark.parametrize("vocab", [1, 9, 1000, 5001])
 def test_the_sum_is_rounded_once(vocab, dtype, lean):
     found, wanted = summed(vocab, 3, dtype=dtype, lean=lean)
     assert found.dtype == dtype
@@ -30,8 +30,8 @@ def test_the_sum_is_rounded_once(vocab, dtype, lean):
     torch.testing.assert_close(wide.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 8, 9, 64, 1000])
-@pytest.mark.parametrize("first", [1, 2, 5, 1024])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 64, 1000])
+@pytest.mark.parametrize("first", [1, 5, 1024])
 def test_halves_are_made_narrow_where_they_lie(monkeypatch, rows, first):
     monkeypatch.setattr(module, "_ROWS_AT_FIRST", first)
     result = torch.empty(2 * rows, 3, dtype=torch.bfloat16)

@@ -20,7 +20,6 @@ from lightning_ups.callbacks.logs.progress import LeanProgressBar
 from lightning_ups.data import RandomTokens
 from lightning_ups.models.gpt import GPT, SIZES, Block, GPTConfig, GPTModule
 from lightning_ups.order import applied
-from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.casting.in_float32 import computing_in_float32
 from lightning_ups.transforms.tensor_parallel import parallelize, plan_of
 from tests.late_device import Reads
@@ -171,10 +170,6 @@ def test_blocks_share_one_compilation():
     assert len(graphs) == 1
 
 
-def test_blocks_are_found():
-    assert [*find_blocks(small_built())] == ["model.layers.0", "model.layers.1", "model.layers.2"]
-
-
 def small_built():
     module = small()
     module.configure_model()
@@ -198,15 +193,6 @@ def test_built_on_meta_and_replayed_is_built_in_place(tie):
     }
     assert torch.equal(model(tokens()), wanted(tokens()))  # the rotary table, which no state dict holds
     assert (model.head.weight is model.embedding.weight) == tie
-
-
-@pytest.mark.parametrize("tie", [False, True])
-def test_initialising_anew_from_the_seed_gives_the_same_weights(tie):
-    model, wanted = built(replace(TINY, tie=tie), seed=1), built(replace(TINY, tie=tie), seed=2)
-    torch.manual_seed(2)
-    model.init_weights()
-    for (name, anew), first in zip(model.named_parameters(), wanted.parameters(), strict=True):
-        assert torch.equal(anew, first), name
 
 
 def kept_for_backward(function, *inputs):
@@ -247,12 +233,6 @@ def test_every_weight_has_its_own_reset():
     model = built()
     bare = {n for n, m in model.named_modules() if [*m.parameters(recurse=False), *m.buffers(recurse=False)]}
     assert bare == {n for n, m in model.named_modules() if hasattr(m, "reset_parameters")}
-
-
-def test_seed_decides_the_weights():
-    first, again, other = built(seed=1), built(seed=1), built(seed=2)
-    assert torch.equal(first.layers[2].ffn.up.weight, again.layers[2].ffn.up.weight)
-    assert not torch.equal(first.layers[2].ffn.up.weight, other.layers[2].ffn.up.weight)
 
 
 def test_an_untrained_model_guesses():
@@ -411,39 +391,14 @@ def test_the_chunked_loss_does_not_read_a_part_of_the_head(ranks):
     ranks(chunked_loss_of_a_split_head)
 
 
-def test_building_the_module_builds_no_weights():
-    assert [*GPTModule(size="8B").parameters()] == []
-
-
-def test_linear_layers_are_torchs():
-    # Conversions look for nn.Linear.
-    assert all(isinstance(m, nn.Linear) for n, m in built().named_modules() if n.endswith(("qkv", "out", "up", "head")))
-
-
 @pytest.mark.parametrize(
     ("name", "value", "fix"),
     [
         ("size", "2B", "Use one of ('tiny', '150M', '1B', '8B')."),
         ("loss", "chunk", "Use one of ('logits', 'chunked')."),
         ("schedule", "cosin", "Use one of ('cosine', 'wsd', 'constant')."),
-        ("vocab_size", "256", "Use a whole number."),
-        ("vocab_size", 0, "Use 1 or more."),
-        ("rope_theta", "1e4", "Use a number."),
-        ("rope_theta", 0.0, "more than 0."),
-        ("lr", None, "Use a number."),
-        ("lr", float("nan"), "Use a finite number, 0 or more."),
-        ("warmup_steps", -1, "Use 0 or more."),
-        ("final_fraction", 1.5, "Use a finite number, 0 or more, up to 1."),
     ],
 )
 def test_a_wrong_argument_is_an_error_when_the_module_is_made(name, value, fix):
-    with pytest.raises(
-        (TypeError, ValueError), match=f"{re.escape(f'GPTModule({name}={value!r})')} .*{re.escape(fix)}$"
-    ):
+    with pytest.raises(ValueError, match=f"{re.escape(f'({name}={value!r})')} .*{re.escape(fix)}$"):
         GPTModule(**{name: value})
-
-
-@pytest.mark.parametrize(("name", "value"), [("dim", 0), ("num_heads", "4"), ("ffn_dim", True), ("norm_eps", -1e-5)])
-def test_a_wrong_shape_is_an_error(name, value):
-    with pytest.raises((TypeError, ValueError), match=rf"GPTConfig\({name}={value!r}\) is "):
-        replace(TINY, **{name: value})
