@@ -356,10 +356,9 @@ class RecordReader:
         whole = end - record.head == record.body and record.body % ROW == 0
         start, stop = first * CHUNK, record.body if whole else last * CHUNK
         start, stop = record.head + start - place, record.head + stop - place
-        if stop <= start or not worth_summing_on_device(row[start:stop], chunk=CHUNK):
+        if stop - start < _WORTH or not worth_summing_on_device(data := row[start:stop], chunk=CHUNK):
             return None
-        expected = record.sums[first + 1 : first + 1 - (start - stop) // CHUNK]
-        return start, Chunks(row[start:stop], expected, self._name)
+        return start, Chunks(data, record.sums[first + 1 : first + 1 - (start - stop) // CHUNK], self._name)
 
     def read(self, room: memoryview, place: int, *, verify: bool = True) -> None:
         """Fill ``room`` with the bytes of the tensor, starting at ``place`` in the record.

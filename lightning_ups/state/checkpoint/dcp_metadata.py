@@ -9,11 +9,12 @@ import gc
 import json
 import math
 import os
+import pickletools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from pickle import UnpicklingError
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -46,6 +47,8 @@ _NAMES = {
     "builtins.getattr",  # of an enum, as Python 3.11.0 to 3.11.3 pickles it
     *_DTYPES,
 }
+_EMPTY = {"EMPTY_TUPLE": tuple, "EMPTY_DICT": dict, "EMPTY_LIST": list}
+_CONSTANTS = {"NONE", "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -132,107 +135,59 @@ def _parsed(data: bytes, path: Path) -> Any:
     stack: list[Any] = []
     below: list[list[Any]] = []  # the stacks under each mark
     memo: list[Any] = []  # picklers number what they store from 0
-    at = 0
-
-    def number(width: int, *, signed: bool = False) -> int:
-        return int.from_bytes(taken(width), "little", signed=signed)
-
-    def taken(count: int) -> bytes:
-        nonlocal at
-        piece = data[at : at + count]
-        if len(piece) != count:
-            raise UnpicklingError("its end is missing")
-        at += count
-        return piece
-
-    def line() -> str:
-        nonlocal at
-        start, at = at, data.index(b"\n", at) + 1
-        return data[start : at - 1].decode()
-
-    # A large run has millions of opcodes: the most frequent ones come first, without Python function calls.
-    while True:
-        opcode = data[at]
-        at += 1
-        if opcode == 0x94:  # MEMOIZE
+    for opcode, value, _ in cast("Iterable[tuple[Any, Any, Any]]", pickletools.genops(data)):
+        name = opcode.name
+        if name in _CONSTANTS:
+            stack.append(value)
+        elif name in ("NEWTRUE", "NEWFALSE"):
+            stack.append(name == "NEWTRUE")
+        elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+            if value not in (None, len(memo)):
+                raise UnpicklingError("it stores objects out of order")
             memo.append(stack[-1])
-        elif opcode == 0x6A:  # LONG_BINGET
-            stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
-            at += 4
-        elif opcode == 0x68:  # BINGET
-            stack.append(memo[data[at]])
-            at += 1
-        elif opcode == 0x4B:  # BININT1
-            stack.append(data[at])
-            at += 1
-        elif opcode == 0x28:  # MARK
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[value])
+        elif name == "MARK":
             below.append(stack)
             stack = []
-        elif opcode == 0x29:  # EMPTY_TUPLE
-            stack.append(())
-        elif opcode == 0x81 or opcode == 0x52:  # NEWOBJ, REDUCE
+        elif name in _EMPTY:
+            stack.append(_EMPTY[name]())
+        elif name in ("NEWOBJ", "REDUCE"):
             args = stack.pop()
             stack[-1] = _described(stack[-1], args)
-        elif opcode == 0x62:  # BUILD
+        elif name == "BUILD":
             state, target = stack.pop(), stack[-1]
             if type(target) is not _Record or target.args is None or target.state is not None:
                 raise UnpicklingError("it gives a state to what is no object of DCP")
             target.state = state
-        elif opcode == 0x85:  # TUPLE1
-            stack[-1] = (stack[-1],)
-        elif opcode == 0x86:  # TUPLE2
-            last = stack.pop()
-            stack[-1] = (stack[-1], last)
-        elif opcode == 0x7D:  # EMPTY_DICT
-            stack.append({})
-        elif opcode == 0x75:  # SETITEMS
-            pairs, stack = stack, below.pop()
-            _put(stack[-1], pairs)
-        elif opcode == 0x4D:  # BININT2
-            stack.append(data[at] + 256 * data[at + 1])
-            at += 2
-        elif opcode == 0x4A:  # BININT
-            stack.append(number(4, signed=True))
-        elif opcode == 0x8A:  # LONG1
-            stack.append(number(number(1), signed=True))
-        elif opcode in (0x8C, 0x58, 0x8D):  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
-            width = {0x8C: 1, 0x58: 4, 0x8D: 8}[opcode]
-            stack.append(taken(number(width)).decode("utf-8", "surrogatepass"))
-        elif opcode in (0x71, 0x72):  # BINPUT, LONG_BINPUT
-            if number(1 if opcode == 0x71 else 4) != len(memo):
-                raise UnpicklingError("it stores objects out of order")
-            memo.append(stack[-1])
-        elif opcode == 0x87:  # TUPLE3
-            stack[-3:] = [tuple(stack[-3:])]
-        elif opcode == 0x73:  # SETITEM
-            value, key = stack.pop(), stack.pop()
-            _put(stack[-1], [key, value])
-        elif opcode == 0x5D:  # EMPTY_LIST
-            stack.append([])
-        elif opcode in (0x65, 0x61):  # APPENDS, APPEND
-            items, stack = (stack, below.pop()) if opcode == 0x65 else ([stack.pop()], stack)
-            if type(stack[-1]) is not list:
-                raise UnpicklingError("it appends to what is not a list")
-            stack[-1].extend(items)
-        elif opcode == 0x74:  # TUPLE
+        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
+            count = int(name[-1])
+            stack[-count:] = [tuple(stack[-count:])]
+        elif name in ("TUPLE", "SETITEMS", "APPENDS"):
             items, stack = stack, below.pop()
-            stack.append(tuple(items))
-        elif opcode in (0x4E, 0x88, 0x89):  # NONE, NEWTRUE, NEWFALSE
-            stack.append({0x4E: None, 0x88: True, 0x89: False}[opcode])
-        elif opcode == 0x63:  # GLOBAL
-            stack.append(_named(line(), line(), path))
-        elif opcode == 0x93:  # STACK_GLOBAL
+            if name == "TUPLE":
+                stack.append(tuple(items))
+            else:
+                (_put if name == "SETITEMS" else _extend)(stack[-1], items)
+        elif name == "SETITEM":
+            last, key = stack.pop(), stack.pop()
+            _put(stack[-1], [key, last])
+        elif name == "APPEND":
+            last = stack.pop()
+            _extend(stack[-1], [last])
+        elif name == "GLOBAL":
+            stack.append(_named(*value.split(" ", 1), path=path))
+        elif name == "STACK_GLOBAL":
             attribute = stack.pop()
-            stack[-1] = _named(stack[-1], attribute, path)
-        elif opcode in (0x80, 0x95):  # PROTO, FRAME
-            taken(1 if opcode == 0x80 else 8)
-        elif opcode == 0x2E:  # STOP
+            stack[-1] = _named(stack[-1], attribute, path=path)
+        elif name == "STOP":
             return stack.pop()
-        else:
-            raise UnpicklingError(f"the opcode {opcode:#x} stands in it")
+        elif name not in ("PROTO", "FRAME"):
+            raise UnpicklingError(f"the opcode {name} stands in it")
+    raise UnpicklingError("its end is missing")
 
 
-def _named(module: Any, attribute: Any, path: Path) -> _Record:
+def _named(module: Any, attribute: Any, *, path: Path) -> _Record:
     if not (type(module) is str and type(attribute) is str and f"{module}.{attribute}" in _NAMES):
         raise _RefusedError(_foreign(path, f"{module}.{attribute}"))
     return _Record(f"{module}.{attribute}")
@@ -244,6 +199,12 @@ def _put(target: Any, pairs: list[Any]) -> None:
     if type(target) is not dict or not {*map(type, keys)} <= {str, _Record}:
         raise UnpicklingError("a mapping has a key that is no text")
     target.update(zip(keys, pairs[1::2], strict=True))
+
+
+def _extend(target: Any, items: list[Any]) -> None:
+    if type(target) is not list:
+        raise UnpicklingError("it appends to what is not a list")
+    target.extend(items)
 
 
 def _described(kind: Any, args: Any) -> Any:

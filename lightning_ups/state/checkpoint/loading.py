@@ -195,7 +195,7 @@ def load_weights(
 def _content(path: Path, *, weights_only: bool, needless: Container[str]) -> tuple[dict[str, Any], dict[str, str]]:
     meta.check_is_file(path)
     folder.verify(path)
-    return meta.loaded(path, weights_only=weights_only, needless=needless, mmap=_can_map(path))
+    return meta.loaded(path, weights_only=weights_only, needless=needless, mmap=True)
 
 
 def rest_of_folder(
@@ -528,11 +528,6 @@ def _is_safetensors(path: Path) -> bool:
     if path.is_file():
         return path.suffix == ".safetensors"
     return path.is_dir() and not (path / ".metadata").exists() and any(path.glob("*.safetensors"))
-
-
-def _can_map(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"  # files of torch before 1.6 are not zip archives
 
 
 def _no_optimizer(path: Path) -> str:

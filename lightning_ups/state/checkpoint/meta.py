@@ -63,6 +63,11 @@ def loaded(
         OSError: If the user has no permission to read it.
     """
     check_is_file(path)
+    if not is_zip(path):
+        raise ValueError(
+            f"{path} is not a checkpoint. torch.save did not write it, or its end is missing, because the disk was full"
+            " or the process died. Give a complete file."
+        )
     if not weights_only:
         try:
             state = torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
@@ -71,11 +76,6 @@ def loaded(
                 raise  # about classes, or memory
             raise ValueError(damage(path, error)) from error
         return _dict_in(path, state), {}
-    if not is_zip(path):
-        raise ValueError(
-            f"{path} is not a checkpoint. torch.save did not write it, or its end is missing, because the disk was full"
-            " or the process died. Give a complete file."
-        )
     with _refusing(path):
         names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     inert = [(type("Untrusted", (_Untrusted,), {"name": name}), name) for name in names]

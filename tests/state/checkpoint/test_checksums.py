@@ -490,14 +490,6 @@ def damaged_for_one(path):
     return str(error.value)
 
 
-def test_what_is_written_by_buffers_has_the_same_checksums(tmp_path, monkeypatch):
-    straight = saved(tmp_path / "a")
-    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
-    buffered = saved(tmp_path / "b")
-    assert (straight / sums.CHECKSUMS).read_bytes() == (buffered / sums.CHECKSUMS).read_bytes()
-    assert same(consolidated(straight)[0], consolidated(buffered)[0])
-
-
 def test_a_whole_checkpoint_is_checked(tmp_path):
     path = saved(tmp_path / "a")
     assert folder.damaged(path) == []

@@ -8,8 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from lightning_ups.state.checkpoint import is_complete, newest
@@ -179,27 +178,6 @@ def test_a_full_disk_at_the_end_surfaces_at_the_end(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=r"There is no whole checkpoint\. .*start again\.$"):
         saver.close()
     saver.close()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_torchs_own_writer_hides_it(tmp_path, monkeypatch):
-    """Why the threads of the writer are ours."""
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    stock = FileSystem.create_stream
-
-    @contextmanager
-    def full_for_all_but_the_first(self, path, mode):
-        first = threading.current_thread() is threading.main_thread()
-        if first and str(path).endswith(".distcp"):
-            time.sleep(0.2)  # let the others have some
-        with stock(self, path, mode) as stream:
-            yield stream if first else FullDisk(stream)
-
-    monkeypatch.setattr(FileSystem, "create_stream", full_for_all_but_the_first)
-    state = {f"w{i}": torch.ones(3) for i in range(6)}
-    dcp.save(state, storage_writer=FileSystemWriter(tmp_path, thread_count=3), no_dist=True)
-    metadata = FileSystemReader(tmp_path).read_metadata()
-    assert len(metadata.storage_data) < len(metadata.state_dict_metadata)
 
 
 def test_what_cannot_be_deleted_is_not_a_failed_save(tmp_path, monkeypatch):

@@ -264,9 +264,11 @@ class Lane:
             return
         start, chunks = found
         end = start + chunks.data.nbytes
-        self._fill(target[:start], reader, place)  # a part of a chunk
-        self._fill(target[start:end], reader, place + start, verify=False)
-        self._fill(target[end:], reader, place + end)
+        if start:  # a part of a chunk
+            self._fill(target[:start], reader, place)
+        self._fill(chunks.data, reader, place + start, verify=False)
+        if end < target.nbytes:
+            self._fill(target[end:], reader, place + end)
         self._unverified += chunks.split(BATCH)
 
     def _fill(self, target: Tensor, reader: RecordReader, place: int, *, verify: bool = True) -> None:
