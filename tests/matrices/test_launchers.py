@@ -100,5 +100,5 @@ def test_two_devices_train_or_are_refused(launched, strategy):
     else:
         assert trained[-2:] == [f"TRAINED {strategy} step 2 rank {rank} of 2" for rank in range(2)], out
     if launcher in (torchrun, slurm) and strategy != "auto":
-        assert "Give devices and num_nodes whose product is 2" in refused.pop("1")
+        assert "devices and num_nodes whose product is 2" in refused.pop("1")
     assert not refused
