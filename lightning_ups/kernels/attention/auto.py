@@ -13,14 +13,24 @@ reference; elsewhere: math, reference.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from lightning_ups._compat.thread_stack import ThreadStack
 from lightning_ups._compat.torch.compile.dynamo import traces_for_cuda_graphs
-from lightning_ups.kernels.attention.estimates import Expected, Point, Range, Regions, Table, find_regions, tables
+from lightning_ups.kernels.attention.estimates import (
+    Expected,
+    Line,
+    Point,
+    Range,
+    Regions,
+    Table,
+    Times,
+    find_regions,
+    tables,
+)
 from lightning_ups.kernels.attention.support import BACKENDS, KernelName, Kind, refusal
 
 __all__ = ["Extent", "choose", "decisions", "expected_of", "extent", "recorded_decisions", "regions", "regions_of"]
@@ -32,6 +42,7 @@ _RULE_CPU: tuple[KernelName, ...] = ("flash", "math", "reference")
 _RULE_ELSEWHERE: tuple[KernelName, ...] = ("math", "reference")
 
 
+_TORCHS: tuple[KernelName, ...] = ("cudnn", "flash", "efficient", "math")
 _RULED = "first of the rule for hardware not measured that can do it"
 
 
@@ -207,9 +218,21 @@ def expected_of(table: Table, *, trains: bool, replayed: bool = False) -> Expect
 def regions_of(expected: Expected, kind: Kind, *, among: Sequence[KernelName]) -> Regions:
     """Return the choices among the backends ``among`` by ``expected`` times."""
     grouping = kind.heads / kind.kv_heads
-    return find_regions(
-        lambda length: expected.line(Point(kind.head_dim, grouping, kind.causal, length, length**2), among=among)
-    )
+    own = [backend for backend in _rule(kind.device) if backend in _TORCHS and backend in among]
+
+    def line(length: float) -> Line:
+        times = expected.line(Point(kind.head_dim, grouping, kind.causal, length, length**2), among=among)
+        return partial(_in_torchs_order, times, own) if own and length < expected.shortest / 2 else times
+
+    return find_regions(line)
+
+
+def _in_torchs_order(times: Line, own: Sequence[KernelName], pairs: float) -> Times:
+    """Return times that choose the first of torch's ``own`` kernels before the others: for rows not measured."""
+    known = times(pairs)
+    best = min((ms for backend, ms in known.items() if backend in own), default=None)
+    others = {backend: ms for backend, ms in known.items() if backend not in own}
+    return others if best is None else {**others, own[0]: best}
 
 
 def _capable(kind: Kind) -> list[KernelName]:

@@ -26,11 +26,13 @@ from lightning_ups.kernels.attention.support import BACKENDS, KernelName
 
 __all__ = [
     "Expected",
+    "Line",
     "Point",
     "Range",
     "Regions",
     "Row",
     "Table",
+    "Times",
     "find_regions",
     "parse_table",
     "point_of",
@@ -146,10 +148,12 @@ class Expected:
 
     Attributes:
         host: The same for each backend in ``rows``, or 0 if unknown.
+        shortest: The shortest length in ``rows``.
     """
 
     def __init__(self, rows: Sequence[Row], *, trains: bool, host: Mapping[KernelName, float] | None = None) -> None:
         self.host: Times = {}
+        self.shortest = min(row.seq for row in rows)
         self._rows: list[tuple[Point, Times]] = []  # with the logarithm of the time per work
         for row in rows:
             point, times = point_of(row), row.training if trains or not row.forward else row.forward

@@ -191,6 +191,23 @@ def test_ranges_cost_no_more_than_they_may(h200, trains):
     assert sum(part > 0.03 for part in regret) <= len(regret) // 50
 
 
+SHORT = Path(__file__).parents[3] / "benchmarks/results/2026-11-27_attention_short/short.jsonl"
+
+
+def test_rows_shorter_than_any_in_the_table_take_torchs_kernel(fresh_h200):
+    fresh_h200.setattr(support, "missing_package", lambda name: "not installed" if name in ("fa3", "fa4") else None)
+    forget()
+    lost = {}
+    for line in map(json.loads, SHORT.read_text().splitlines()[1:]):
+        seq, batch, times = line["seq"], line["batch"], line["training"]
+        dims = {name: line[name] for name in ("heads", "kv_heads", "head_dim", "causal")}
+        chosen = choose(GPU._replace(**dims, value_dim=line["head_dim"], trains=True), batch=batch, seq=seq)
+        if min(times.values()) > H200.host["training"]["flash"]:  # else the host decides
+            lost[seq, batch, *dims.values()] = times[chosen] / min(times.values()) - 1
+    assert len(lost) > 12
+    assert max(lost.values()) < 0.05
+
+
 def test_training_at_usual_sizes_is_compiled_once_for_all_lengths(h200):
     kind = GPU._replace(trains=True)
     found = auto.regions(kind)
