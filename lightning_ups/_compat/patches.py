@@ -25,7 +25,6 @@ __all__ = [
     "STATE",
     "Patch",
     "PatchError",
-    "Purpose",
     "applied",
     "installed",
     "why_not",
@@ -38,53 +37,17 @@ class PatchError(RuntimeError):
     """Raised before the first step if a needed patch does not fit the installed version of its package."""
 
 
-class Purpose(NamedTuple):
-    """The purpose of a group of patches.
-
-    Args:
-        text: What they do, as an infinitive.
-        feature: The feature that needs them, which a user can turn off.
-        only_speed: Whether results are the same without them.
-    """
-
-    text: str
-    feature: str
-    only_speed: bool = False
-
-
 class Patch(NamedTuple):
     """One attribute that is replaced.
 
     Args:
-        purpose: Why it is replaced.
         reads: Parameters that the replacement reads.
+        only_speed: Whether results are the same without it.
     """
 
-    purpose: Purpose
     reads: tuple[str, ...] = ()
+    only_speed: bool = False
 
-
-_COMPILED_GRADIENTS = Purpose(
-    "keep gradients and random numbers of compiled code right where it is sharded or recomputed",
-    "SimpleFSDPStrategy or ActivationCheckpoint(memory_budget=...)",
-)
-_COMPILED_SPEED = Purpose(
-    "let compiled blocks share graphs, group their collectives, launch less and replay CUDA graphs in some calls",
-    "Compile",
-    only_speed=True,
-)
-_FSDP2 = Purpose("gather, reduce and free parameters for modules that FSDP2 alone gets wrong", "FSDP2Strategy")
-_FSDP2_SPEED = Purpose("copy gathered parameters and gradients with less waiting", "FSDP2Strategy", only_speed=True)
-_SHARDS = Purpose(
-    "let code of users and of Lightning read and write sharded parameters", "FSDP2Strategy or SimpleFSDPStrategy"
-)
-_META_DEVICE = Purpose("see how a Hugging Face model initializes itself on the meta device", "configure_model")
-_LOGGING = Purpose(
-    "log without waiting for the GPU and with less work for the host", "AccelerationFlags", only_speed=True
-)
-_DATA = Purpose("know which batch and which checkpoint a run is at", "ExactResume, DevicePrefetch or a strategy")
-_STEPS = Purpose("act between backward and step, and stop all ranks at the same step", "StepGuard or a strategy")
-_MEASURING = Purpose("count where the host waits for the GPU", "TokenThroughput")
 
 FSDP = "torch.distributed.fsdp._fully_shard."
 GROUP = f"{FSDP}_fsdp_param_group:FSDPParamGroup"
@@ -98,66 +61,77 @@ _CHECKPOINTS = f"{_CONNECTORS}checkpoint_connector:_CheckpointConnector"
 _SIGNALS = f"{_CONNECTORS}signal_connector:_SignalConnector"
 _WORKERS = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter"
 
+_PATCH, _SPEED = Patch(), Patch(only_speed=True)
 PATCHES = {
-    f"{_PARTITIONERS}:fx_graph_cse": Patch(_COMPILED_GRADIENTS),
-    f"{_PARTITIONERS}:functionalize_rng_ops": Patch(_COMPILED_GRADIENTS, ("bw_module", "num_sym_nodes")),
-    f"{_PARTITIONERS}:choose_saved_values_set": Patch(_COMPILED_GRADIENTS, ("node_info", "memory_budget")),
-    "torch._dynamo.variables.nn_module:guard_to_detect_forward_monkeypatching": Patch(_COMPILED_SPEED),
-    "torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons": Patch(_COMPILED_SPEED),
+    # Gradients and random numbers of compiled code that is sharded or recomputed.
+    f"{_PARTITIONERS}:fx_graph_cse": _PATCH,
+    f"{_PARTITIONERS}:functionalize_rng_ops": Patch(("bw_module", "num_sym_nodes")),
+    f"{_PARTITIONERS}:choose_saved_values_set": Patch(("node_info", "memory_budget")),
+    # Compiled blocks share graphs, group their collectives, launch less and replay CUDA graphs in some calls.
+    "torch._dynamo.variables.nn_module:guard_to_detect_forward_monkeypatching": _SPEED,
+    "torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons": _SPEED,
     "torch._inductor.choices:InductorChoices.reduction_split_factor": Patch(
-        _COMPILED_SPEED, ("reduction_numel_hint", "inner_reduction")
+        ("reduction_numel_hint", "inner_reduction"), only_speed=True
     ),
-    "torch.utils._runtime_estimation:get_gpu_dram_gbps": Patch(_COMPILED_SPEED),
-    f"{_OVERLAP}:get_full_bucket_key": Patch(_COMPILED_SPEED, ("node",)),
-    f"{_OVERLAP}:bucket_key": Patch(_COMPILED_SPEED, ("node",)),  # its name in torch 2.11
-    "torch._C._nn:cross_entropy_loss": Patch(_COMPILED_SPEED),
+    "torch.utils._runtime_estimation:get_gpu_dram_gbps": _SPEED,
+    f"{_OVERLAP}:get_full_bucket_key": Patch(("node",), only_speed=True),
+    f"{_OVERLAP}:bucket_key": Patch(("node",), only_speed=True),  # its name in torch 2.11
+    "torch._C._nn:cross_entropy_loss": _SPEED,
     "torch._inductor.compile_fx:cudagraphify": Patch(
-        _COMPILED_SPEED, ("model", "static_input_idxs", "is_backward", "mutated_input_idxs")
+        ("model", "static_input_idxs", "is_backward", "mutated_input_idxs"), only_speed=True
     ),
-    "torch._inductor.output_code:maybe_handle_backward_generation": Patch(_COMPILED_SPEED),
-    f"{STATE}._pre_backward": Patch(_FSDP2),
-    f"{STATE}._root_post_backward_final_callback": Patch(_FSDP2),
-    f"{STATE}._register_pre_backward_hook": Patch(_FSDP2),
-    f"{GROUP}.reshard": Patch(_FSDP2),
-    f"{GROUP}.post_backward": Patch(_FSDP2),
-    f"{PARAM}.to_unsharded": Patch(_FSDP2),
-    f"{PARAM}.init_dtype_attrs": Patch(_FSDP2, ("mp_policy",)),
-    f"{PARAM}.init_unsharded_param": Patch(_FSDP2),
-    f"{FSDP}_fsdp_param_group:foreach_all_gather_copy_out": Patch(_FSDP2_SPEED),
-    f"{GROUP}._to_sharded": Patch(_FSDP2_SPEED),
-    f"{GROUP}._to_sharded_post_forward": Patch(_FSDP2_SPEED),
+    "torch._inductor.output_code:maybe_handle_backward_generation": _SPEED,
+    # Modules that FSDP2 alone gathers, reduces or frees wrongly.
+    f"{STATE}._pre_backward": _PATCH,
+    f"{STATE}._root_post_backward_final_callback": _PATCH,
+    f"{STATE}._register_pre_backward_hook": _PATCH,
+    f"{GROUP}.reshard": _PATCH,
+    f"{GROUP}.post_backward": _PATCH,
+    f"{PARAM}.to_unsharded": _PATCH,
+    f"{PARAM}.init_dtype_attrs": Patch(("mp_policy",)),
+    f"{PARAM}.init_unsharded_param": _PATCH,
+    # FSDP2 copies gathered parameters and gradients with less waiting.
+    f"{FSDP}_fsdp_param_group:foreach_all_gather_copy_out": _SPEED,
+    f"{GROUP}._to_sharded": _SPEED,
+    f"{GROUP}._to_sharded_post_forward": _SPEED,
     f"{FSDP}_fsdp_collectives:foreach_reduce_scatter_copy_in": Patch(
-        _FSDP2_SPEED, ("unsharded_grads", "reduce_scatter_input", "world_size")
+        ("unsharded_grads", "reduce_scatter_input", "world_size"), only_speed=True
     ),
-    f"{_DTENSOR}.data": Patch(_SHARDS),
-    f"{_DTENSOR}.__getitem__": Patch(_SHARDS),
-    f"{_DTENSOR}.__setitem__": Patch(_SHARDS),
-    f"{_DTENSOR}.new_empty": Patch(_SHARDS),
-    f"{_DTENSOR}.new_full": Patch(_SHARDS),
-    f"{_DTENSOR}.new_ones": Patch(_SHARDS),
-    f"{_DTENSOR}.new_tensor": Patch(_SHARDS),
-    f"{_DTENSOR}.new_zeros": Patch(_SHARDS),
-    "torch.autograd:grad": Patch(_SHARDS, ("inputs",)),
-    "torch.autograd:Function.apply": Patch(_SHARDS),
-    "lightning.pytorch.callbacks:BaseFinetuning.filter_on_optimizer": Patch(_SHARDS, ("optimizer", "params")),
-    "lightning.pytorch:LightningModule._LightningModule__to_tensor": Patch(_SHARDS, ("value",)),
-    "lightning.pytorch.utilities.grads:torch": Patch(_SHARDS),
-    "transformers.modeling_utils:PreTrainedModel.init_weights": Patch(_META_DEVICE),
-    f"{_CONNECTORS}logger_connector.result:_ResultMetric.to": Patch(_LOGGING),
-    "lightning.pytorch.profilers:PassThroughProfiler.profile": Patch(_LOGGING, ("action_name",)),
-    "lightning.pytorch.callbacks:LearningRateMonitor._extract_stats": Patch(_LOGGING),
-    f"{_CHECKPOINTS}._parse_ckpt_path": Patch(_DATA, ("state_fn", "ckpt_path")),
-    f"{_CHECKPOINTS}.resume_start": Patch(_DATA, ("checkpoint_path", "weights_only")),
-    "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states": Patch(_DATA),
-    "lightning.pytorch.strategies:Strategy.batch_to_device": Patch(_DATA, ("batch", "device", "dataloader_idx")),
-    f"{_WORKERS}._next_data": Patch(_DATA),
-    f"{_WORKERS}._reset": Patch(_DATA),
-    "lightning.pytorch.plugins.precision:Precision._after_closure": Patch(_STEPS, ("model", "optimizer")),
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor": Patch(_STEPS),
-    f"{_SIGNALS}._sigterm_notifier_fn": Patch(_STEPS, ("signum",)),
-    f"{_SIGNALS}._slurm_sigusr_handler_fn": Patch(_STEPS, ("signum",)),
-    "torch.cuda:synchronize": Patch(_MEASURING),
-    "warnings:showwarning": Patch(_MEASURING, ("message",)),
+    # Code of users and of Lightning reads and writes sharded parameters.
+    f"{_DTENSOR}.data": _PATCH,
+    f"{_DTENSOR}.__getitem__": _PATCH,
+    f"{_DTENSOR}.__setitem__": _PATCH,
+    f"{_DTENSOR}.new_empty": _PATCH,
+    f"{_DTENSOR}.new_full": _PATCH,
+    f"{_DTENSOR}.new_ones": _PATCH,
+    f"{_DTENSOR}.new_tensor": _PATCH,
+    f"{_DTENSOR}.new_zeros": _PATCH,
+    "torch.autograd:grad": Patch(("inputs",)),
+    "torch.autograd:Function.apply": _PATCH,
+    "lightning.pytorch.callbacks:BaseFinetuning.filter_on_optimizer": Patch(("optimizer", "params")),
+    "lightning.pytorch:LightningModule._LightningModule__to_tensor": Patch(("value",)),
+    "lightning.pytorch.utilities.grads:torch": _PATCH,
+    # A Hugging Face model initializes itself on the meta device.
+    "transformers.modeling_utils:PreTrainedModel.init_weights": _PATCH,
+    # Logging does not wait for the GPU, and costs the host less.
+    f"{_CONNECTORS}logger_connector.result:_ResultMetric.to": _SPEED,
+    "lightning.pytorch.profilers:PassThroughProfiler.profile": Patch(("action_name",), only_speed=True),
+    "lightning.pytorch.callbacks:LearningRateMonitor._extract_stats": _SPEED,
+    # Which batch and which checkpoint a run is at.
+    f"{_CHECKPOINTS}._parse_ckpt_path": Patch(("state_fn", "ckpt_path")),
+    f"{_CHECKPOINTS}.resume_start": Patch(("checkpoint_path", "weights_only")),
+    "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states": _PATCH,
+    "lightning.pytorch.strategies:Strategy.batch_to_device": Patch(("batch", "device", "dataloader_idx")),
+    f"{_WORKERS}._next_data": _PATCH,
+    f"{_WORKERS}._reset": _PATCH,
+    # Code between backward and step; all ranks stop at the same step.
+    "lightning.pytorch.plugins.precision:Precision._after_closure": Patch(("model", "optimizer")),
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor": _PATCH,
+    f"{_SIGNALS}._sigterm_notifier_fn": Patch(("signum",)),
+    f"{_SIGNALS}._slurm_sigusr_handler_fn": Patch(("signum",)),
+    # Where the host waits for the GPU.
+    "torch.cuda:synchronize": _PATCH,
+    "warnings:showwarning": Patch(("message",)),
 }
 
 
@@ -179,7 +153,7 @@ def applied(
         make: Returns the replacement. It may be called several times.
         owner: The instance whose attribute is replaced, instead of that of the class.
         once: Let contexts that are open at the same time share the first replacement.
-        only_speed: As in `Purpose`, if other users of the row depend on the patch for their results.
+        only_speed: As in `Patch`, if other users of the row depend on the patch for their results.
 
     Raises:
         PatchError: If the attribute does not match, and results depend on the patch.
@@ -232,17 +206,12 @@ def _fits(target: str, *, only_speed: bool) -> bool:
     reason = why_not(target)
     if reason is None:
         return True
-    package, purpose = target.partition(".")[0], PATCHES[target].purpose
-    text = (
-        f"lightning_ups replaces {target.replace(':', '.')} to {purpose.text}, but {_named(package)} differs: {reason}."
-    )
-    if purpose.only_speed or only_speed:
+    package = target.partition(".")[0]
+    text = f"lightning_ups replaces {target.replace(':', '.')}, but {_named(package)} differs: {reason}."
+    if PATCHES[target].only_speed or only_speed:
         warnings.warn(f"{text} This patch is left out, which may be slower.", stacklevel=4)
         return False
-    raise PatchError(
-        f"{text} {purpose.feature} needs this patch. Install a tested version of {package}:"
-        " pip install --upgrade lightning_ups"
-    )
+    raise PatchError(f"{text} Install a tested version of {package}: pip install --upgrade lightning_ups")
 
 
 def _named(package: str) -> str:

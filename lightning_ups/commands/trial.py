@@ -16,8 +16,8 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from lightning_ups._compat.contexts import only_from
 from lightning_ups._compat.lightning.fit_setup import attach, first_batch
-from lightning_ups._compat.torch.log_levels import only_from
 from lightning_ups.callbacks.logs.listening import CloseLook, can_look_at
 from lightning_ups.config.layers import items
 from lightning_ups.config.requested_run import check_trainer, missing_gpu

@@ -7,7 +7,6 @@ import torch
 
 from lightning_ups._compat import environment
 from lightning_ups._compat.environment import (
-    host,
     installed,
     relevant_variables,
     usable_cores,
@@ -34,13 +33,6 @@ def test_looking_at_packages_imports_none_and_initialises_no_gpu():
         "print([m for m in ('lightning', 'torchao', 'transformers', 'triton') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
-
-
-def test_the_host_is_this_one():
-    found = host()
-    assert found["cores"] == os.cpu_count()
-    assert 1 <= found["usable_cores"] <= found["cores"]
-    assert found["memory"] > 1 << 28
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("150000 100000", 2), ("max 100000", 4), ("50000 100000", 1), ("", 4)])
@@ -116,11 +108,6 @@ def test_the_working_tree_of_the_user(tmp_path):
     assert clean["dirty"] is False
     (tmp_path / "a").write_text("2")
     assert working_tree(tmp_path) == clean | {"dirty": True}
-
-
-def test_without_git_there_is_no_working_tree(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", "")
-    assert working_tree(tmp_path) is None
 
 
 @pytest.mark.gpu

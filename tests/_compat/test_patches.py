@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 
 import lightning_ups
 from lightning_ups._compat.optional.packages import has
-from lightning_ups._compat.patches import PATCHES, Patch, PatchError, Purpose, applied, installed, why_not
+from lightning_ups._compat.patches import PATCHES, Patch, PatchError, applied, installed, why_not
 
 PACKAGE = Path(lightning_ups.__file__).parent
 TARGET = f"{__name__}:Owner.method"
@@ -32,8 +32,8 @@ class Owner:
 def rows(monkeypatch):
     for name in ("method", "static", "of_class", "gone"):
         reads = ("x",) if name == "method" else ()
-        monkeypatch.setitem(PATCHES, f"{__name__}:Owner.{name}", Patch(Purpose("test", "StepGuard"), reads))
-    monkeypatch.setitem(PATCHES, f"{__name__}:Owner.slower", Patch(Purpose("test", "Compile", only_speed=True)))
+        monkeypatch.setitem(PATCHES, f"{__name__}:Owner.{name}", Patch(reads))
+    monkeypatch.setitem(PATCHES, f"{__name__}:Owner.slower", Patch(only_speed=True))
     why_not.cache_clear()
     yield
     why_not.cache_clear()
@@ -117,7 +117,7 @@ def test_what_another_library_has_replaced_meanwhile_stays(monkeypatch):
 def test_a_patch_that_does_not_fit_is_refused_by_name(monkeypatch, name):
     monkeypatch.setattr(Owner, "method", lambda self, other: None)
     target = f"{__name__}:Owner.{name}"
-    with pytest.raises(PatchError, match=f"Owner.{name}.*StepGuard"), applied(target, doubled):
+    with pytest.raises(PatchError, match=f"Owner.{name}.*pip install"), applied(target, doubled):
         pass
     with pytest.raises(PatchError, match=f"Owner.{name}"):
         installed(target, Owner(), doubled)

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_ups.callbacks as ours
-from lightning_ups._compat.torch.log_levels import only_from
+from lightning_ups._compat.contexts import only_from
 
 WIDTH = 8
 

@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 _TO_TENSOR = "lightning.pytorch:LightningModule._LightningModule__to_tensor"
-_TO_TENSOR = "lightning.pytorch:LightningModule._LightningModule__to_tensor"
 _EXACT = 2**53  # up to which float64 represents all integers
 
 

@@ -4,7 +4,7 @@ import atexit
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from types import SimpleNamespace
 from typing import Any
@@ -96,15 +96,13 @@ def has_weak_references(module: nn.Module) -> bool:
     return any(held[id(p)] > 1 or weakref.getweakrefcount(p) > held[id(p)] for p in shards)
 
 
-@contextmanager
-def finetuning_by_identity() -> Iterator[None]:
+def finetuning_by_identity() -> AbstractContextManager[None]:
     """Let callbacks that unfreeze parameters compare them by identity while the context is open.
 
     Lightning compares values, which fails if one parameter is sharded and the other is not, and which may differ
     between ranks for shards: an empty shard equals every other.
     """
-    with applied("lightning.pytorch.callbacks:BaseFinetuning.filter_on_optimizer", lambda _: _not_held, once=True):
-        yield
+    return applied("lightning.pytorch.callbacks:BaseFinetuning.filter_on_optimizer", lambda _: _not_held, once=True)
 
 
 def regroups(trainer: Any) -> bool:

@@ -8,6 +8,7 @@ import functools
 import importlib
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -115,32 +116,6 @@ def _nvlinks(nvml: Any, gpu: Any) -> int:
     return active
 
 
-class _Sums:
-    """Sums and counts of readings, for each value, since a reading may lack some."""
-
-    def __init__(self) -> None:
-        self.totals: dict[str, tuple[float, int]] = {}
-        self.slowed: dict[str, int] = {}
-        self.count = 0
-
-    def add(self, reading: Mapping[str, Any]) -> None:
-        self.count += 1
-        for name, value in reading.items():
-            if name == "slowed_by":
-                for reason in value:
-                    self.slowed[reason] = self.slowed.get(reason, 0) + 1
-            else:
-                total, number = self.totals.get(name, (0.0, 0))
-                self.totals[name] = (total + value, number + 1)
-
-    def means(self) -> dict[str, Any]:
-        if not self.count:
-            return {}
-        found: dict[str, Any] = {name: total / number for name, (total, number) in self.totals.items()}
-        found["slowed_by"] = [reason for reason, count in self.slowed.items() if count >= 0.1 * self.count]
-        return found
-
-
 class Sampler:
     """Reads a sensor repeatedly in a thread, and keeps sums.
 
@@ -152,9 +127,9 @@ class Sampler:
     def __init__(self, read: Sensor, *, every_s: float = 1.0) -> None:
         self._read, self._every_s = read, every_s
         self._stop, self._lock = threading.Event(), threading.Lock()
-        self._sums = _Sums()
         self._latest: Mapping[str, Any] = {}
         self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
+        self.forget()
 
     def start(self) -> None:
         """Start the thread."""
@@ -169,7 +144,9 @@ class Sampler:
     def forget(self) -> None:
         """Reset the sums, for example after a warm-up."""
         with self._lock:
-            self._sums = _Sums()
+            self._count = 0
+            self._totals: dict[str, list[float]] = {}  # the sum and the number of readings, which may lack some values
+            self._slowed = Counter[str]()
 
     @property
     def latest(self) -> Mapping[str, Any]:
@@ -179,10 +156,23 @@ class Sampler:
     def summary(self) -> dict[str, Any]:
         """Return the means, and the reasons for throttling in at least one reading of ten."""
         with self._lock:
-            return self._sums.means()
+            if not self._count:
+                return {}
+            means = {name: total / number for name, (total, number) in self._totals.items()}
+            return {**means, "slowed_by": [why for why, count in self._slowed.items() if count >= 0.1 * self._count]}
+
+    def add(self, reading: Mapping[str, Any]) -> None:
+        """Add one reading."""
+        with self._lock:
+            self._count += 1
+            self._slowed.update(reading.get("slowed_by", ()))
+            for name, value in reading.items():
+                if name != "slowed_by":
+                    total = self._totals.setdefault(name, [0.0, 0])
+                    total[0] += value
+                    total[1] += 1
 
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
-            reading = self._latest = self._read()
-            with self._lock:
-                self._sums.add(reading)
+            self._latest = self._read()
+            self.add(self._latest)

@@ -89,11 +89,9 @@ def _first_import() -> Iterator[None]:
 def _check_cudnn() -> None:
     if (conflict := cudnn_conflict()) is not None:
         raise ImportError(
-            f"{FEATURE} found another cuDNN than torch's in this process: {conflict}."
-            " Transformer Engine loads the first that it finds by CUDNN_HOME, CUDNN_PATH, CUDA_HOME, LD_LIBRARY_PATH or"
-            " in the system, and with it attention and convolutions of torch break for as long as the process lives."
-            f" {FEATURE} loads torch's before: let nothing import transformer_engine earlier, take the other cuDNN out"
-            " of LD_LIBRARY_PATH and CUDNN_PATH, and start anew."
+            f"{FEATURE} found another cuDNN than torch's in this process, with which torch's attention and convolutions"
+            f" fail: {conflict}. Do not import transformer_engine before the run, remove the other cuDNN from"
+            " CUDNN_HOME, CUDNN_PATH and LD_LIBRARY_PATH, and start a new process."
         )
 
 

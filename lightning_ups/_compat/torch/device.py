@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,7 @@ def begin_history(device: torch.device) -> None:
 def end_history(device: torch.device) -> None:
     """Stop recording."""
     if device.type == "cuda":
-        options: dict[str, Any] = {"enabled": None, "device": device}
-        torch.cuda.memory._record_memory_history(**options)
+        torch.cuda.memory._record_memory_history(enabled=None, device=device)
 
 
 def write_snapshot(path: Path, device: torch.device) -> bool:
@@ -175,22 +174,19 @@ Kernel = tuple[str, float, float]  # name, start and end in microseconds
 
 def is_profiled() -> bool:
     """Return whether torch's profiler is already running in this process; there is only one."""
-    bindings: Any = torch._C
-    return bindings._autograd._profiler_enabled()
+    return torch.autograd._profiler_enabled()
 
 
 class Kernels:
     """Torch's profiler, for device activity only."""
 
     def __init__(self) -> None:
-        with warnings.catch_warnings():  # about events of several cycles; there is only one
-            warnings.simplefilter("ignore")
+        with _without_warnings():
             self._profile = profile(activities=[ProfilerActivity.CUDA])
 
     def start(self) -> None:
         """Start; the first time in a process takes up to a second."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _without_warnings():
             self._profile.start()
 
     def mark(self) -> None:
@@ -199,14 +195,17 @@ class Kernels:
 
     def stop(self) -> list[Kernel]:
         """Stop, and return the device's kernels, in any order. Synchronizes."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _without_warnings():
             self._profile.stop()
         return between_marks(
             (event.name, event.time_range.start, event.time_range.end)
             for event in self._profile.events() or ()
             if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         )
+
+
+def _without_warnings() -> AbstractContextManager[Any]:
+    return warnings.catch_warnings(action="ignore")  # about events of several cycles; there is only one
 
 
 def between_marks(kernels: Iterable[Kernel]) -> list[Kernel]:

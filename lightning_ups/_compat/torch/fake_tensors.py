@@ -20,7 +20,7 @@ from torch.distributions import Distribution
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from lightning_ups._compat.torch.log_levels import only_from
+from lightning_ups._compat.contexts import only_from
 from lightning_ups._compat.torch.tensors.autograd import in_backward
 
 __all__ = [

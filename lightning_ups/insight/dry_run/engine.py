@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_ups._compat.contexts import only_from
 from lightning_ups._compat.lightning.fit_setup import optimizers_of
 from lightning_ups._compat.lightning.trainer import trainer_of
 from lightning_ups._compat.torch.fake_tensors import run_backward, without_checks
-from lightning_ups._compat.torch.log_levels import only_from
 from lightning_ups.insight.dry_run.copies import FakeCopies
 from lightning_ups.insight.dry_run.known_values import AnswerValues, KnownValues
 from lightning_ups.insight.dry_run.not_copied import NotCopied

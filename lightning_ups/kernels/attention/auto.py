@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_ups._compat.thread_stack import ThreadStack
+from lightning_ups._compat.contexts import ThreadStack
 from lightning_ups._compat.torch.compile.dynamo import traces_for_cuda_graphs
 from lightning_ups.kernels.attention.estimates import (
     Expected,

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import fx, nn
 
-from lightning_ups._compat.thread_stack import ThreadStack
+from lightning_ups._compat.contexts import ThreadStack
 from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.compile.cudagraph_trees import Demand, recorded_on_demand
 from lightning_ups.transforms.compile.alike_hooks import hooks_of

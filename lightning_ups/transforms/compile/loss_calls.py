@@ -15,10 +15,10 @@ from torch.jit import is_tracing
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
-from lightning_ups._compat.thread_stack import ThreadStack
+from lightning_ups._compat.contexts import ThreadStack
 from lightning_ups._compat.torch.compile import dynamo
-from lightning_ups._compat.torch.compile.losses import replaced_cross_entropy
 from lightning_ups._compat.torch.tensors.autograd import in_forward_ad, in_torch_func, saves_with_hooks
+from lightning_ups._compat.torch.tensors.ops import replaced_cross_entropy
 
 __all__ = ["CrossEntropy", "large_cross_entropies"]
 

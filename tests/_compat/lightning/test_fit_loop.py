@@ -9,7 +9,6 @@ from lightning_ups._compat.lightning.fit_loop import (
     in_accumulation,
     is_epoch_over,
     restarted_loaders,
-    set_batches_taken,
 )
 from tests.toys import Net, data, trainer
 
@@ -56,15 +55,6 @@ def test_which_loaders_began_again(tmp_path):
     loaders = {"short": DataLoader(data()[:2], batch_size=2), "long": DataLoader(data(), batch_size=4)}
     run.fit(model, loaders)
     assert seen == [[False, False], [True, False]]
-
-
-def test_the_count_can_be_set(tmp_path):
-    run = trainer(tmp_path)
-    current = run.fit_loop.epoch_loop.batch_progress.current
-    current.ready = current.started = current.processed = 3
-    current.completed = 2
-    set_batches_taken(run, 6)
-    assert (current.ready, current.started, current.processed, current.completed) == (6, 6, 6, 5)
 
 
 @pytest.mark.parametrize("most", [2, 3, 5, float("inf")])

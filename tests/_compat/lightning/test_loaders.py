@@ -13,14 +13,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from lightning_ups._compat.lightning.loaders import (
     Followed,
     generators_of,
-    keeps_workers,
     read_ahead,
     reads_by_index,
     why_not,
@@ -103,14 +100,6 @@ def test_what_can_skip_without_reading():
     assert not reads_by_index([1, 2])
 
 
-def test_workers_that_live_on():
-    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
-    assert not keeps_workers(loader)
-    list(loader)
-    assert keeps_workers(loader)
-    assert not keeps_workers(DataLoader(range(4)))
-
-
 # Python 3.12 says so of every worker that is forked.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
@@ -141,10 +130,6 @@ class Own(Sampler):
         return 8
 
 
-class OwnBatches(BatchSampler):
-    pass
-
-
 def reason(**options):
     loader = DataLoader(**{"dataset": ReadRows(), "num_workers": 1, **options})
     return why_not(loader, iter(loader))
@@ -163,8 +148,6 @@ def with_generator(**options):
         {"dataset": ReadStream()},
         {"sampler": RandomSampler(ReadRows(), replacement=True)},
         {"sampler": with_generator()},
-        {"sampler": SubsetRandomSampler(range(8))},
-        {"sampler": WeightedRandomSampler(torch.ones(8), 8)},
         {"sampler": DistributedSampler(ReadRows(), num_replicas=2, rank=0)},
     ],
     ids=lambda given: "+".join(given) if isinstance(given, dict) else None,
@@ -177,21 +160,15 @@ def test_workers_whose_order_is_settled_are_read_ahead(options):
     ("options", "words"),
     [
         ({"num_workers": 0}, r"num_workers=0"),
-        ({"num_workers": 0, "dataset": ReadStream()}, r"num_workers=0"),
         ({"sampler": Own()}, "may draw random numbers"),
         ({"sampler": with_generator(replacement=True)}, "may draw random numbers"),
         ({"sampler": with_generator(num_samples=20)}, "may draw random numbers"),
-        ({"batch_sampler": OwnBatches(Own(), 2, drop_last=False)}, "may draw random numbers"),
         ({"batch_sampler": BatchSampler(Own(), 2, drop_last=False)}, "may draw random numbers"),
     ],
     ids=lambda given: "+".join(given) if isinstance(given, dict) else None,
 )
 def test_others_are_not(options, words):
     assert words in reason(**options)
-
-
-def test_what_is_no_data_loader_is_not():
-    assert "in a way of its own" in why_not([1], iter([1]))
 
 
 def test_nobody_can_tell():
@@ -209,15 +186,6 @@ def test_nobody_can_tell():
     assert torch.equal(torch.get_rng_state(), before)
     with pytest.raises(StopIteration):
         next(iterator)
-
-
-def test_an_end_comes_when_it_is_asked_for():
-    iterator = iter(DataLoader(ReadRows(), batch_size=8, num_workers=1))
-    next(iterator)
-    assert read_ahead(iterator) is None
-    for _ in range(2):
-        with pytest.raises(StopIteration):
-            next(iterator)
 
 
 def test_an_error_comes_when_it_is_asked_for():

@@ -19,8 +19,6 @@ from lightning_ups._compat.lightning.loggers import (
     is_row_of_step,
     logged_hyperparameters,
     moved_if_elsewhere,
-    remember,
-    to_scalar,
     without_waiting,
 )
 from lightning_ups.callbacks import AccelerationFlags
@@ -31,6 +29,17 @@ from tests.toys import Net, loader, trainer
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 NUMBERS = [0.1, -0.0, 3, -(2**53), 1e300, 1e-46, math.inf, 2.0**-149, 16777217]
+
+
+def quiet(*, epochs=1, **options):
+    return Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64, torch.bfloat16])
@@ -106,16 +115,8 @@ def test_no_number_that_is_logged_is_copied_to_the_device(tmp_path, monkeypatch,
     put_in_place(monkeypatch.setattr, lag=0)
     module, copies = Numbers(), Copies()
     module.copies, monitor = copies, Counting(copies)
-    run = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        callbacks=[AccelerationFlags(late_logs=late), monitor, Clears()],
-        logger=CSVLogger(tmp_path, name="", version=""),
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = [AccelerationFlags(late_logs=late), monitor, Clears()]
+    run = quiet(logger=CSVLogger(tmp_path, name="", version=""), callbacks=callbacks, log_every_n_steps=1)
     before = LightningModule._LightningModule__to_tensor
     run.fit(module, loader(1))
     assert copies.count == (0 if late else 7 * 3), "two numbers and a learning rate, in each step after the first"
@@ -148,9 +149,6 @@ def test_nobody_waits_for_a_gpu():
     assert [value.item() for value in kept] == [torch.tensor(0.1).item(), torch.tensor(1e-3).item()]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
 NAMES, STEPS = ("loss", "last", "most", "number", "metric"), 8
 
 
@@ -172,17 +170,8 @@ class Logging(Net):
 
 def logged(folder, *callbacks):
     torch.manual_seed(0)
-    logger = CSVLogger(folder)
-    trainer = Trainer(
-        max_epochs=2,
-        limit_val_batches=0,
-        logger=logger,
-        log_every_n_steps=1,
-        callbacks=[*callbacks],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
+    trainer = quiet(
+        logger=CSVLogger(folder), callbacks=[*callbacks], epochs=2, limit_val_batches=0, log_every_n_steps=1
     )
     trainer.fit(Logging(), loader(size=2))
     rows = (folder / "lightning_logs" / "version_0" / "metrics.csv").read_text()
@@ -233,9 +222,6 @@ def test_what_is_elsewhere_is_moved_as_before():
         assert record.value.device.type == "meta", "a default that is elsewhere counts"
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
 class Logs(Net):
     def training_step(self, batch, index):
         self.log("loss", 1.0, on_step=True, on_epoch=True)
@@ -262,17 +248,7 @@ class Listens(Callback):
 
 def test_all_that_loops_log_goes_through_it_and_rows_of_steps_are_told_apart(tmp_path):
     listens = Listens()
-    run = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        log_every_n_steps=1,
-        callbacks=[listens],
-        logger=CSVLogger(tmp_path),
-        default_root_dir=tmp_path,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    run = quiet(logger=CSVLogger(tmp_path), callbacks=[listens], log_every_n_steps=1)
     run.fit(Logs(), loader(4), loader(8))
     of_training = [(names, step) for names, step, of_step in listens.heard if of_step]
     assert of_training == [(["loss_step"], None)] * 2
@@ -280,20 +256,6 @@ def test_all_that_loops_log_goes_through_it_and_rows_of_steps_are_told_apart(tmp
     assert (["val_step"], 0) in others
     assert (["val_epoch"], None) in others
     assert (["loss_epoch"], None) in others
-
-
-def test_what_is_remembered_is_among_what_is_logged(tmp_path):
-    run = Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False)
-    value = torch.tensor(1.0)
-    remember(run, {"loss": value})
-    assert run.logged_metrics["loss"] is value
-
-
-def test_numbers_are_as_loggers_get_them():
-    assert to_scalar(torch.tensor([2])) == 2
-    assert to_scalar(3.5) == 3.5
-    with pytest.raises(ValueError, match="single element"):
-        to_scalar(torch.ones(2))
 
 
 class Kept(Logger):
@@ -332,21 +294,10 @@ class Data(LightningDataModule):
 @pytest.mark.parametrize("of_data", [True, False])
 def test_it_is_what_lightning_logs(tmp_path, of_module, of_data):
     logger = Kept()
-    run = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    run = quiet(logger=logger, default_root_dir=tmp_path)
     run.fit(Module(logged=of_module), Data(logged=of_data))
     assert logged_hyperparameters(run) == (logger.seen or {})
     assert ("width" in logged_hyperparameters(run)) is of_module
-
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def test_a_profiler_times_each_hook_and_without_one_nothing_is_timed(tmp_path):

@@ -95,13 +95,6 @@ def test_parameters_of_both_kinds_differ_from_equal_ones(ranks):
     assert ranks(kinds) == [True, True]
 
 
-def test_it_is_put_back():
-    before = BaseFinetuning.filter_on_optimizer
-    with finetuning_by_identity():
-        assert BaseFinetuning.filter_on_optimizer is not before
-    assert BaseFinetuning.filter_on_optimizer is before
-
-
 def test_copies_are_found_where_there_are_any():
     ema, swa = EMAWeightAveraging(), StochasticWeightAveraging(swa_lrs=0.1)
     assert averaged_copies([ema, swa, Callback()]) == []
@@ -173,13 +166,3 @@ def test_norms_of_shards_are_logged_as_those_of_whole_tensors(ranks, tmp_path, k
     assert types == {torch.Tensor}
     assert score is torch.Tensor
     assert kept == (True, True), "Lightning has its own again"
-
-
-def test_groups_are_closed_once(monkeypatch):
-    registered = []
-    monkeypatch.setattr(sharding.atexit, "register", registered.append)
-    sharding.destroy_at_exit.cache_clear()
-    sharding.destroy_at_exit()
-    sharding.destroy_at_exit()
-    assert len(registered) == 1
-    sharding.destroy_at_exit.cache_clear()

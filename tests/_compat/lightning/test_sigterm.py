@@ -41,11 +41,6 @@ def test_every_rank_stops_at_the_same_step(ranks, tmp_path, who):
     assert left == {}
 
 
-def test_nobody_asked_nobody_stops(ranks, tmp_path):
-    steps, _ = ranks(polled, tmp_path, None)
-    assert steps == [(19, False), (19, False)]
-
-
 class Requeues(SimpleNamespace):
     def _slurm_sigusr_handler_fn(self, signum, _):
         self.said.append((self.batches.current.processed, signum))
@@ -78,7 +73,6 @@ def requeued(tmp_path, steps, every, accumulate):
     ("steps", "accumulate", "saved"),
     [
         ((3, 3), 1, 7),  # sent by the poll before step 3, and read by that before step 7
-        ((3, 5), 1, 7),
         ((None, 4), 1, 11),
         ((3, 3), 5, 10),  # the step of an accumulation is over
         ((3, 5), 5, 10),  # and what came to the other rank meanwhile is about the same

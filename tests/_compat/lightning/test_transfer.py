@@ -1,7 +1,6 @@
 from contextlib import contextmanager
 
 import pytest
-import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -172,10 +171,3 @@ def test_a_step_that_takes_an_iterator_moves_batches_by_itself(tmp_path):
 
     trainer(tmp_path, epochs=1).fit(Own(), loader())
     assert found == [False]
-
-
-def test_there_are_no_iterators_before_fit(tmp_path):
-    run = trainer(tmp_path)
-    assert training_iterators(run) == []
-    assert not epoch_goes_on(run)
-    assert torch.is_grad_enabled()

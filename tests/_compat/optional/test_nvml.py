@@ -6,52 +6,59 @@ import pytest
 import torch
 
 from lightning_ups._compat.environment import versions
-from lightning_ups._compat.optional.nvml import Sampler, _Sums, gpu_states, sensor
+from lightning_ups._compat.optional.nvml import Sampler, gpu_states, sensor
 
 
-class NVMLError(Exception):
+class Error(Exception):
     pass
+
+
+def failing(*_):
+    raise Error
 
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """NVML with two GPUs, of which torch sees the second."""
+    """A pynvml that knows two GPUs by their identity, of which torch sees the second."""
     module = types.ModuleType("pynvml")
-    module.NVMLError = NVMLError
-    module.NVML_CLOCK_SM, module.NVML_TEMPERATURE_GPU = 1, 0
+    module.NVMLError = Error
+    module.NVML_CLOCK_SM, module.NVML_TEMPERATURE_GPU, module.NVML_NVLINK_MAX_LINKS = 1, 0, 18
     module.nvmlInit = lambda: None
-    module.nvmlDeviceGetHandleByUUID = lambda uuid: {"GPU-b": "second"}[uuid]
+    module.nvmlSystemGetDriverVersion = lambda: "580.1"
+    module.nvmlDeviceGetHandleByUUID = {"GPU-aa": "first", "GPU-bb": "second"}.__getitem__
+    module.nvmlDeviceGetEnforcedPowerLimit = {"first": 700000, "second": 350000}.__getitem__
     module.nvmlDeviceGetUtilizationRates = lambda handle: types.SimpleNamespace(gpu=87)
-    module.nvmlDeviceGetPowerUsage = lambda handle: 650_000
+    module.nvmlDeviceGetPowerUsage = {"first": 0, "second": 650_000}.__getitem__
     module.nvmlDeviceGetClockInfo = lambda handle, kind: 1500
     module.nvmlDeviceGetMaxClockInfo = lambda handle, kind: 1980
-    module.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x24
     module.nvmlDeviceGetTemperature = failing
+    module.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x24
+    module.nvmlDeviceGetNvLinkState = lambda handle, number: 1 if number < 4 else failing()
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="b"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="bb"))
     return module
 
 
-def failing(*_):
-    raise NVMLError("not supported")
+ALWAYS = {"clock_mhz": 1500, "max_clock_mhz": 1980, "slowed_by": ["power limit", "too hot"]}
 
 
 def test_what_nvml_knows_is_read_and_the_rest_left_out(nvml):
-    assert sensor(torch.device("cuda:0"))() == {
-        "utilisation": 0.87,
-        "power_w": 650.0,
-        "clock_mhz": 1500,
-        "max_clock_mhz": 1980,
-        "slowed_by": ["power limit", "too hot"],
-    }
+    assert sensor(torch.device("cuda:0"))() == {"utilisation": 0.87, "power_w": 650.0, **ALWAYS}
+    assert gpu_states() == [{"index": 0, "power_limit_w": 350.0, **ALWAYS, "nvlinks": 4}]
+    assert versions()["driver"] == "580.1"
 
 
 def test_without_nvml_there_is_no_sensor(nvml, monkeypatch):
-    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByUUID", failing)
-    assert sensor(torch.device("cuda:0")) is None
-    monkeypatch.setattr(nvml, "nvmlInit", failing)
-    assert sensor(torch.device("cuda:0")) is None
+    monkeypatch.setattr(nvml, "nvmlInit", failing)  # a driver that does not answer
+    assert (sensor(torch.device("cuda:0")), gpu_states()) == (None, None)
     monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert (sensor(torch.device("cuda:0")), gpu_states()) == (None, None)
+    assert "driver" not in versions()
+
+
+def test_a_gpu_that_nvml_does_not_find_has_no_sensor(nvml, monkeypatch):
+    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByUUID", failing)
     assert sensor(torch.device("cuda:0")) is None
 
 
@@ -64,11 +71,11 @@ def test_nvml_is_begun_once_however_many_runs_there_are(nvml, monkeypatch):
 
 
 def test_a_value_that_is_missing_now_and_then_is_averaged_over_the_others():
-    sums = _Sums()
+    sampler = Sampler(dict)
+    assert sampler.summary() == {}
     for reading in ({"power_w": 100.0, "clock_mhz": 1000}, {"clock_mhz": 2000}, {}):
-        sums.add(reading)
-    assert sums.means() == {"power_w": 100.0, "clock_mhz": 1500, "slowed_by": []}
-    assert _Sums().means() == {}
+        sampler.add(reading)
+    assert sampler.summary() == {"power_w": 100.0, "clock_mhz": 1500, "slowed_by": []}
 
 
 def sampled(read, *, readings=10):
@@ -113,71 +120,6 @@ def test_sums_may_begin_anew():
 
 def test_a_sampler_that_never_began_may_be_stopped():
     Sampler(Read()).stop()
-
-
-class Error(Exception):
-    pass
-
-
-def two_gpus(**answers):
-    """A pynvml that knows two GPUs by their identity."""
-    module = types.ModuleType("pynvml")
-    module.NVMLError = Error
-    module.NVML_CLOCK_SM, module.NVML_TEMPERATURE_GPU, module.NVML_NVLINK_MAX_LINKS = 1, 0, 18
-
-    def unsupported(*_):
-        raise Error
-
-    def link(handle, number):
-        return 1 if number < 4 else unsupported()
-
-    module.nvmlInit = module.nvmlShutdown = lambda: None
-    module.nvmlSystemGetDriverVersion = lambda: "580.1"
-    module.nvmlDeviceGetHandleByUUID = {"GPU-aa": "first", "GPU-bb": "second"}.__getitem__
-    module.nvmlDeviceGetEnforcedPowerLimit = {"first": 700000, "second": 350000}.__getitem__
-    module.nvmlDeviceGetClockInfo = lambda handle, kind: 1500
-    module.nvmlDeviceGetMaxClockInfo = lambda handle, kind: 1980
-    module.nvmlDeviceGetTemperature = unsupported
-    module.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x24
-    module.nvmlDeviceGetNvLinkState = link
-    for name, answer in answers.items():
-        setattr(module, name, answer)
-    return module
-
-
-def visible(monkeypatch, *uuids):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuids[index]))
-
-
-def test_a_gpu_is_found_by_its_identity_and_what_nvml_does_not_know_is_left_out(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", two_gpus())
-    visible(monkeypatch, "bb")
-    assert gpu_states() == [
-        {
-            "index": 0,
-            "power_limit_w": 350.0,
-            "clock_mhz": 1500,
-            "max_clock_mhz": 1980,
-            "slowed_by": ["power limit", "too hot"],
-            "nvlinks": 4,
-        }
-    ]
-    assert versions()["driver"] == "580.1"
-
-
-def test_without_nvml_there_are_no_states(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu_states() is None
-    assert "driver" not in versions()
-
-
-def test_a_driver_that_does_not_answer_is_none(monkeypatch):
-    def fail():
-        raise Error
-
-    monkeypatch.setitem(sys.modules, "pynvml", two_gpus(nvmlInit=fail))
-    assert gpu_states() is None
 
 
 @pytest.mark.gpu

@@ -49,10 +49,6 @@ def test_what_is_loaded_does_not_let_python_forget_which_warnings_it_has_shown()
     assert len(shown) == 1
 
 
-def test_present_package_is_returned():
-    assert require("json", requirement="torch>=2.0", extra="x", feature="X").__name__ == "json"
-
-
 def test_what_is_installed_is_known_without_importing_it(monkeypatch):
     assert has("yaml")
     assert not has("nowhere")

@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 import torch
 from torch.distributions import Distribution, Normal
@@ -16,7 +14,6 @@ from lightning_ups._compat.torch.fake_tensors import (
     is_tracing,
     is_view,
     partitioning_backend,
-    quiet_compiler,
     run_backward,
     without_checks,
 )
@@ -78,15 +75,6 @@ def test_the_backend_splits_as_inductor_does():
     assert not is_tracing()
 
 
-def test_the_compiler_is_quiet_for_a_while():
-    logger = logging.getLogger("torch._dynamo.variables.higher_order_ops")
-    before = logger.getEffectiveLevel()
-    with quiet_compiler():
-        assert not logger.isEnabledFor(logging.WARNING)
-        assert logger.isEnabledFor(logging.ERROR)
-    assert logger.getEffectiveLevel() == before
-
-
 def test_nothing_is_checked_while_it_is_open(monkeypatch):
     bad = torch.tensor([-1.0])
     monkeypatch.setattr(Distribution, "_validate_args", True)  # Dynamo turns it off for good when it is first used
@@ -105,13 +93,6 @@ def test_what_is_recomputed_is_counted_apart():
     once = 2 * 2 * 4 * 4
     # Forward twice; gradients of the weight twice, of what lies between once; the second product is not made again.
     assert (counter.get_total_flops(), counter.recomputed) == (once * (2 + 3 + 1), once)
-
-
-def test_a_plain_backward_recomputes_nothing():
-    weight = torch.randn(4, 4, requires_grad=True)
-    with RecomputeCounter(display=False) as counter:
-        (torch.randn(2, 4) @ weight).sum().backward()
-    assert counter.recomputed == 0
 
 
 def test_modes_stay_on_in_backward():

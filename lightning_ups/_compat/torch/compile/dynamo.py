@@ -1,6 +1,5 @@
-"""All private names of Dynamo, AOTAutograd and inductor, for torch 2.11 to 2.15."""
+"""Private names of Dynamo, AOTAutograd and inductor."""
 
-import importlib.metadata
 import inspect
 import logging
 import os
@@ -31,8 +30,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 from typing_extensions import override
 
+from lightning_ups._compat.contexts import SharedSettings
+from lightning_ups._compat.environment import installed
 from lightning_ups._compat.patches import applied
-from lightning_ups._compat.torch.settings import SharedSettings
 
 __all__ = [
     "Compilation",
@@ -121,10 +121,9 @@ def traces_for_cuda_graphs() -> bool:
 
 def is_off() -> str | None:
     """Return the setting by which the user has turned compilation off in this process, or None."""
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        return "TORCHDYNAMO_DISABLE=1"
-    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        return "TORCH_COMPILE_DISABLE=1"
+    for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
+        if os.environ.get(name) == "1":
+            return f"{name}=1"
     return "torch._dynamo.config.disable" if dynamo.config.disable else None
 
 
@@ -388,22 +387,18 @@ def donated_buffers_off() -> AbstractContextManager[Any]:
     return aot_config.patch({"donated_buffer": False})
 
 
-@contextmanager
-def ddp_splitting_off() -> Iterator[None]:
+def ddp_splitting_off() -> AbstractContextManager[Any]:
     """Keep Dynamo from splitting graphs at DDP's bucket boundaries while the context is open."""
-    with dynamo.config.patch(optimize_ddp=False):
-        yield
+    return dynamo.config.patch(optimize_ddp=False)
 
 
-@contextmanager
-def guarding_each_parameter() -> Iterator[None]:
+def guarding_each_parameter() -> AbstractContextManager[None]:
     """Let graphs compiled in this context check each parameter at every call, including `requires_grad`.
 
     Torch 2.11 skips these checks while the dict that holds a parameter is unchanged. A graph compiled while a parameter
     was frozen would then still be used after it was unfrozen, and give it no gradient.
     """
-    with _GUARDS.set(False, False):  # noqa: FBT003  (the values of two settings)
-        yield
+    return _GUARDS.set(False, False)  # noqa: FBT003  (the values of two settings)
 
 
 _GUARDS = SharedSettings(
@@ -478,14 +473,10 @@ def tree_map(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
 
 def toolchain() -> dict[str, str | None]:
     """Return the versions on which a compiled program depends."""
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = None
     return {
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "torch": str(torch.__version__),
-        "triton": triton,
+        "triton": installed("triton"),
         "cuda": torch.version.cuda,
     }
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 from torch import fx
@@ -26,40 +26,32 @@ GraphKind = Literal["joint", "apart"]
 _ALIGNED = 16  # elements of two bytes: more than the widest load
 
 
-@contextmanager
-def combined_kernels() -> Iterator[None]:
+def combined_kernels() -> AbstractContextManager[None]:
     """Launch independent small kernels, such as maxima of weights, as one kernel."""
-    with _set("combo_kernels"):
-        yield
+    return _set("combo_kernels")
 
 
-@contextmanager
-def eager_precision_casts() -> Iterator[None]:
+def eager_precision_casts() -> AbstractContextManager[None]:
     """Round between operations in compiled code as in eager code.
 
     Otherwise a recomputed value can differ from the rounded one, and scales of rows computed from the two disagree:
     losses become NaN (pytorch#150859).
     """
-    with _set("emulate_precision_casts"):
-        yield
+    return _set("emulate_precision_casts")
 
 
-@contextmanager
-def eager_random_numbers() -> Iterator[None]:
+def eager_random_numbers() -> AbstractContextManager[None]:
     """Draw the same random numbers in compiled code as in eager code."""
-    with _set("fallback_random"):
-        yield
+    return _set("fallback_random")
 
 
-@contextmanager
-def even_splits() -> Iterator[None]:
+def even_splits() -> AbstractContextManager[None]:
     """Split large reductions to one value into equal pieces with aligned starts.
 
     Inductor's default depends only on the device: 2**27 elements become 528 pieces of 254201. Such a piece is loaded
     element by element, each with a bounds check.
     """
-    with applied("torch._inductor.choices:InductorChoices.reduction_split_factor", _splitting_evenly, once=True):
-        yield
+    return applied("torch._inductor.choices:InductorChoices.reduction_split_factor", _splitting_evenly, once=True)
 
 
 def _splitting_evenly(split: Callable[..., int]) -> Callable[..., int]:
@@ -147,11 +139,9 @@ def known_to_caches(*functions: Callable[..., Any], sources: Sequence[str]) -> I
         yield
 
 
-@contextmanager
-def tuned_blocks() -> Iterator[None]:
+def tuned_blocks() -> AbstractContextManager[None]:
     """Let inductor try more block sizes for kernels, which takes minutes."""
-    with _set("coordinate_descent_tuning"):
-        yield
+    return _set("coordinate_descent_tuning")
 
 
 @contextmanager

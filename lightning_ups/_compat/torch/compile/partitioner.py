@@ -2,8 +2,8 @@
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -32,8 +32,7 @@ def heeds_memory_budget(backend: str) -> bool:
     return backend not in _NOT_BY_COST
 
 
-@contextmanager
-def gradients_apart() -> Iterator[None]:
+def gradients_apart() -> AbstractContextManager[None]:
     """Give each gradient its own memory, and each collective one wait, if equal gradients are reduced once.
 
     The partitioner merges equal nodes except outputs. A reduction is merged, but the wait, an output, returns the
@@ -49,8 +48,7 @@ def gradients_apart() -> Iterator[None]:
 
         return fx_graph_cse
 
-    with applied("torch._functorch.partitioners:fx_graph_cse", waiting_once, once=True):
-        yield
+    return applied("torch._functorch.partitioners:fx_graph_cse", waiting_once, once=True)
 
 
 def _wait_once(graph: fx.Graph) -> None:
@@ -62,8 +60,7 @@ def _wait_once(graph: fx.Graph) -> None:
             wait.args = (waited,)
 
 
-@contextmanager
-def random_states_in_place() -> Iterator[None]:
+def random_states_in_place() -> AbstractContextManager[None]:
     """Let backward recompute random operations also in graphs that pass more than tensors and numbers to it.
 
     From torch 2.13 on, a graph with sharded parameters passes their mesh to its backward, after all tensors and before
@@ -74,8 +71,7 @@ def random_states_in_place() -> Iterator[None]:
 
     is_opaque = getattr(partitioners, "is_opaque_node", None)
     if is_opaque is None:
-        yield
-        return
+        return nullcontext()
 
     def in_place(original: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(original)
@@ -94,12 +90,10 @@ def random_states_in_place() -> Iterator[None]:
 
         return functionalize_rng_ops
 
-    with applied("torch._functorch.partitioners:functionalize_rng_ops", in_place, once=True):
-        yield
+    return applied("torch._functorch.partitioners:functionalize_rng_ops", in_place, once=True)
 
 
-@contextmanager
-def random_numbers_kept() -> Iterator[None]:
+def random_numbers_kept() -> AbstractContextManager[None]:
     """Keep random numbers, such as a dropout's mask, when a memory budget recomputes them in backward.
 
     By default the partitioner draws new ones: it keeps generator states only for nodes that the user has marked for
@@ -107,8 +101,7 @@ def random_numbers_kept() -> Iterator[None]:
     closed in any order. A graph with a separately compiled region that draws random numbers raises a RuntimeError
     during compilation.
     """
-    with applied("torch._functorch.partitioners:choose_saved_values_set", _keeping_random_numbers, once=True):
-        yield
+    return applied("torch._functorch.partitioners:choose_saved_values_set", _keeping_random_numbers, once=True)
 
 
 def _keeping_random_numbers(original: Callable[..., list[fx.Node]]) -> Callable[..., list[fx.Node]]:
@@ -156,10 +149,9 @@ def _refuse_region(node: fx.Node, budget: float) -> None:
     """Raise if ``node`` is a region, for which inductor's backward draws other numbers even if the seeds are kept."""
     if budget < 1 and isinstance(node.target, torch._ops.HigherOrderOperator):
         raise RuntimeError(
-            f"Under a memory budget, {node.target.name()} draws random numbers, as dropout does."
-            " It is compiled for itself, as nested_compile_region lets it be, and backward would compute with other"
-            " numbers than forward."
-            " Take the dropout or the region out, or use ActivationCheckpoint(save=...) in place of memory_budget."
+            f"Under a memory budget, {node.target.name()} draws random numbers, and backward would draw others, because"
+            " nested_compile_region compiles it by itself. Remove the dropout or the region, or use"
+            " ActivationCheckpoint(save=...) instead of memory_budget."
         )
 
 

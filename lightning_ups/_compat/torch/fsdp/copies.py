@@ -9,7 +9,7 @@ If parameters are kept from forward to backward, it is the event of the previous
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -81,8 +81,7 @@ class _Beside:
             self._freed[device] = torch.cuda.current_stream(device).record_event()
 
 
-@contextmanager
-def putting_together(by: Callable[[list[Tensor], Tensor, int], bool]) -> Iterator[None]:
+def putting_together(by: Callable[[list[Tensor], Tensor, int], bool]) -> AbstractContextManager[None]:
     """Let ``by`` copy the gradients of a group together for their reduction while the context is open.
 
     It gets the gradients, the buffer, and the number of ranks. If it returns False, without writing, torch copies.
@@ -97,8 +96,7 @@ def putting_together(by: Callable[[list[Tensor], Tensor, int], bool]) -> Iterato
 
         return foreach_reduce_scatter_copy_in
 
-    with applied(f"{FSDP}_fsdp_collectives:foreach_reduce_scatter_copy_in", asking):
-        yield
+    return applied(f"{FSDP}_fsdp_collectives:foreach_reduce_scatter_copy_in", asking)
 
 
 class _AsReal(DefaultReduceScatter):

@@ -34,11 +34,8 @@ def prepare_nccl(
         wanted[_MULTIPROCESSORS] = str(multiprocessors)
     if flight_recorder is not None:
         flight_recorder.mkdir(parents=True, exist_ok=True)
-        prefix = str(flight_recorder / "rank_")
         wanted |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-        # The names of torch 2.11, and older ones that it still reads.
-        wanted |= dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
-        wanted |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix)
+        wanted |= {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": str(flight_recorder / "rank_")}
     for name, value in wanted.items():
         if name not in os.environ:
             os.environ[name] = value

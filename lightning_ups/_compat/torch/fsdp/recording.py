@@ -24,20 +24,8 @@ from lightning_ups._compat.patches import applied
 
 __all__ = ["InitialisingOnMeta", "Loose", "Place", "Recording", "record_resets", "recording", "replay"]
 
-_OVERWRITE = frozenset(
-    (
-        "normal_",
-        "uniform_",
-        "fill_",
-        "zero_",
-        "random_",
-        "exponential_",
-        "copy_",
-        "cauchy_",
-        "log_normal_",
-        "geometric_",
-    )
-)
+_DRAWING = ("normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_")
+_OVERWRITE = frozenset((*_DRAWING, "fill_", "zero_", "copy_"))
 _DRAWS = frozenset(("apply", "rand", "randn", "randint", "randperm", "deepcopy", "init_weights", "_init_weights"))
 _REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
 _NOTHING = (lambda: None).__code__

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_ups._compat.contexts import ThreadStack
 from lightning_ups._compat.patches import applied
-from lightning_ups._compat.thread_stack import ThreadStack
 from lightning_ups._compat.torch.tensors.tensors import count_writes, whole_of
 
 __all__ = ["IndexReads", "shard_data_written"]
@@ -27,18 +27,13 @@ class IndexReads:
         self._read.append((copy, count_writes(copy), tuple(shard.shape)))
 
     def check(self) -> None:
-        """Raise if a copy that was read since the last call was written to.
-
-        Raises:
-            RuntimeError: In that case.
-        """
+        """Raise a RuntimeError if a copy that was read since the last call was written to."""
         lost = [shape for copy, count, shape in self._read if count_writes(copy) != count]
         self._read.clear()
         if lost:
             raise RuntimeError(
-                f"A tensor of shape {lost[0]} that is split over devices was written to by way of an index."
-                " What an index asks for is gathered from all devices, and the write would be lost with the copy."
-                " Assign to the index instead, as in weight[0] = 0 in place of weight[0].zero_()."
+                f"A sharded tensor of shape {lost[0]} was indexed, and the result written to. An index returns a"
+                " gathered copy, so the write would be lost. Assign to the index: weight[0] = 0, not weight[0].zero_()."
             )
 
 
@@ -75,10 +70,9 @@ def _set(shard: DTensor, values: Tensor) -> None:
     if not isinstance(values, DTensor) or _description(values) != _description(shard):
         given = _said(values)
         raise ValueError(
-            f"The data of a parameter that is split over devices was set to a tensor that is {given}."
-            " Each device holds its part of the parameter, and would have to take that of the values."
-            " Compute the values from the parameter itself, in its type, or split them:"
-            " torch.distributed.tensor.distribute_tensor(values, parameter.device_mesh, parameter.placements)."
+            f"The data of a sharded parameter was set to a tensor that is {given}. Compute the values from the"
+            " parameter itself, in its dtype, or shard them: torch.distributed.tensor.distribute_tensor(values,"
+            " parameter.device_mesh, parameter.placements)."
         )
     # In place: FSDP2 gathers from memory that the part is a view of. And as a change that autograd does not record.
     shard._local_tensor.data.copy_(values._local_tensor)

@@ -237,7 +237,7 @@ def _end_backward(root: FSDPModule, state: Any, context: Any) -> None:
 
 
 def _count_missing_as_zero(root: FSDPModule, on_any: Callable[[list[bool]], list[bool]]) -> None:
-    due = [held for group, held in _handles(root) if group.reduce_grads and held.sharded_param.requires_grad]
+    due = [held for _, group, held in _handles(root) if group.reduce_grads and held.sharded_param.requires_grad]
     here = [_has_gradient(held) for held in due]
     for held, has, wanted in zip(due, here, on_any(here) if due else [], strict=True):
         if wanted and not has:
@@ -446,22 +446,22 @@ def _discard_gradients(group: Any) -> None:
 
 def unreduced(root: FSDPModule) -> list[str]:
     """Return the names of parameters whose gradient came after their group was reduced, and was left behind."""
-    return [_name(held) for group, held in _handles(root) if group.reduce_grads and _has_gradient(held)]
+    return [_name(held) for _, group, held in _handles(root) if group.reduce_grads and _has_gradient(held)]
 
 
 def replaced(root: FSDPModule) -> list[str]:
     """Return the names of sharded parameters that their modules have replaced by something else."""
     return [
         _name(held)
-        for _, held in _handles(root)
+        for *_, held in _handles(root)
         if (found := held._module_info.module._parameters.get(held._module_info.param_name)) is not held.sharded_param
         and found is not getattr(held, "_unsharded_param", None)
     ]
 
 
-def _handles(root: FSDPModule) -> Iterator[tuple[Any, Any]]:
-    """Yield (group, handle) for every sharded parameter."""
-    return ((group, held) for state in _states(root) for group in _groups(state) for held in group.fsdp_params)
+def _handles(root: FSDPModule) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield (state, group, handle) for every sharded parameter."""
+    return ((state, group, held) for state in _states(root) for group in _groups(state) for held in group.fsdp_params)
 
 
 def _name(held: Any) -> str:
@@ -470,11 +470,9 @@ def _name(held: Any) -> str:
 
 def held_parameters(root: FSDPModule) -> Iterator[tuple[nn.Module, Tensor, Tensor | None, str, Any]]:
     """Yield (gathering module, shard, gathered or None, name, handle) for every sharded parameter."""
-    for state in _states(root):
-        for group in _groups(state):
-            for held in group.fsdp_params:
-                gathered = getattr(held, "_unsharded_param", None)
-                yield state._modules[0], held.sharded_param, gathered, held._param_fqn or "", held
+    for state, _, held in _handles(root):
+        gathered = getattr(held, "_unsharded_param", None)
+        yield state._modules[0], held.sharded_param, gathered, held._param_fqn or "", held
 
 
 def written_to(module: FSDPModule) -> Iterator[tuple[Any, Tensor]]:
@@ -513,12 +511,7 @@ def gather_with_root(root: FSDPModule, handle: Any, *, uncast: bool = False) -> 
     Returns:
         The gathered parameter.
     """
-    state, group = next(
-        (state, group)
-        for state in _states(root)
-        for group in _groups(state)
-        if any(held is handle for held in group.fsdp_params)
-    )
+    state, group = next((state, group) for state, group, held in _handles(root) if held is handle)
     if group._all_gather_result is not None:  # prefetched
         group.wait_for_unshard()
     if uncast and not hasattr(handle, "_unsharded_param"):
@@ -552,21 +545,13 @@ def _group_of_root(root: FSDPModule, *, like: Any, handle: Any) -> Any:
         if all(held.sharded_param.dtype == dtype for held in group.fsdp_params):
             return group
     if groups and isinstance(groups, _OnlyGroup):
-        if not alike:
-            raise RuntimeError(
-                f"{handle._param_fqn} is read outside the forward of its module, and is gathered in another type than"
-                " others that are read so, as what BF16Precision(in_float32=[...]) names is."
-                " This torch's FSDP2 gathers what a module holds in one group, of one type."
-                f" Name it, so that it stays whole: FSDP2Strategy(outside=[{handle._param_fqn!r}])."
-            )
         held = [*groups[0].fsdp_params, handle]
-        if len({each.sharded_param.dtype for each in held if each.sharded_param.requires_grad}) < 2:
+        if alike and len({each.sharded_param.dtype for each in held if each.sharded_param.requires_grad}) < 2:
             return groups[0]
+        cure = "install torch 2.13" if alike else f"use FSDP2Strategy(outside=[{handle._param_fqn!r}])"
         raise RuntimeError(
-            f"{handle._param_fqn} is read outside the forward of its module, and is of {dtype}, as others that are read"
-            " so are not."
-            " This torch's FSDP2 gathers what a module holds in one group, of one type."
-            " Read parameters of one type outside their modules, or install torch 2.13."
+            f"{handle._param_fqn} is read outside the forward of its module, and so are parameters of another dtype."
+            f" This torch gathers all of them together, in one dtype. Read parameters of one dtype so, or {cure}."
         )
     made = _empty_group(root, like=like)
     made._training_state = TrainingState.FORWARD
@@ -611,7 +596,8 @@ def rehome(root: FSDPModule, temporary: Iterable[str]) -> None:
 
 def move_own_tensors(module: nn.Module, device: torch.device) -> None:
     """Move the tensors of ``module`` itself, not those of its children, to ``device``."""
-    if any(t is not None and t.device != device and not t.is_meta for t in _own(module)):
+    own = [*module._parameters.values(), *module._buffers.values()]
+    if any(t is not None and t.device != device and not t.is_meta for t in own):
         module._apply(lambda t: t if t.is_meta else t.to(device), recurse=False)
 
 
@@ -632,12 +618,6 @@ def allocate(root: nn.Module, *, shards_on: torch.device, rest_on: torch.device)
 def flattened(mesh: DeviceMesh, names: tuple[str, ...], into: str) -> DeviceMesh:
     """Return the dimensions ``names`` of ``mesh`` as one, also available as ``mesh[into]``."""
     return mesh[names]._flatten(into)
-
-
-def _own(module: nn.Module) -> Iterator[Tensor | None]:
-    tensors: tuple[Mapping[str, Tensor | None], ...] = (module._parameters, module._buffers)
-    for mapping in tensors:
-        yield from mapping.values()
 
 
 def _states(root: FSDPModule) -> list[Any]:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,7 +23,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from lightning_ups._compat.optional.packages import require
 
 __all__ = [
-    "FakeTensor",
     "attention_operators",
     "flash2_packed",
     "load_fa3",
@@ -68,17 +66,16 @@ def load_fa3(*, feature: str) -> Any:
     """
     if find_spec("flash_attn_interface") is None:
         raise ModuleNotFoundError(
-            f"{feature} needs FlashAttention-3, whose module flash_attn_interface is not installed."
-            " No package index has it: it is built from the folder 'hopper' of the flash-attention repository."
-            " Build it with `python setup.py install` there, or use backend 'fa4' (pip install 'lightning-ups[flash]')."
+            f"{feature} needs FlashAttention-3 (flash_attn_interface), which no package index has. Build it by `python"
+            " setup.py install` in the folder 'hopper' of flash-attention, or use backend 'fa4' (pip install"
+            " 'lightning-ups[flash]')."
         )
     __import__("flash_attn_interface")
     operators = torch.ops.flash_attn_3
     if not (hasattr(operators, "fwd") and hasattr(operators, "bwd")):
         raise ImportError(
-            f"{feature} found flash_attn_interface, which registers no operators flash_attn_3::fwd and ::bwd."
-            " It is older than the interface that torch.nn.attention knows, or built without the backward pass."
-            " Rebuild it from the present flash-attention repository, or use backend 'fa4'."
+            f"{feature} found a flash_attn_interface without the operators flash_attn_3::fwd and ::bwd. Rebuild it from"
+            " the current flash-attention repository, with the backward pass, or use backend 'fa4'."
         )
     return operators
 
@@ -100,9 +97,8 @@ def _broken_fa4() -> str | None:
         reason = str(error.__cause__ or error).strip().rstrip(".")
         broken = f"{_FA4} is installed and cannot be loaded: {reason}"
         warnings.warn(
-            f"{broken}."
-            " Attention that is chosen by 'auto' goes without it."
-            f" Reinstall it for this torch and CUDA: pip install --force-reinstall '{_FA4}'; or uninstall it.",
+            f"{broken}. Attention that is chosen by 'auto' goes without it. Reinstall it for this torch and CUDA: pip"
+            f" install --force-reinstall '{_FA4}'; or uninstall it.",
             stacklevel=2,
         )
         return broken

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, checkpoint
 
+from lightning_ups._compat.contexts import SharedSettings
 from lightning_ups._compat.patches import applied
-from lightning_ups._compat.torch.settings import SharedSettings
 
 __all__ = [
     "activation_memory_budget",
@@ -59,8 +59,7 @@ _SELECTING = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 _BUDGET = SharedSettings(config, "activation_memory_budget")
 
 
-@contextmanager
-def changing_function_inputs(change: Callable[[Any], Any]) -> Iterator[None]:
+def changing_function_inputs(change: Callable[[Any], Any]) -> AbstractContextManager[None]:
     """Apply custom autograd functions to ``change(inputs)`` while the context is open.
 
     Functions of torch.distributed, such as those of a DTensor's methods, are not affected.
@@ -75,8 +74,7 @@ def changing_function_inputs(change: Callable[[Any], Any]) -> Iterator[None]:
 
         return apply
 
-    with applied("torch.autograd:Function.apply", changing):
-        yield
+    return applied("torch.autograd:Function.apply", changing)
 
 
 @cache
@@ -128,9 +126,8 @@ def activation_memory_budget(budget: float) -> Iterator[None]:
     values = (math.nextafter(budget, 1.0),)
     if (others := _BUDGET.values) is not None and others != values:
         raise RuntimeError(
-            f"A memory budget of {budget} is asked for while one of {others[0]:.3g} is in force in this process."
-            " Torch has one for all that it compiles, and would take the wrong one for whichever compiles later."
-            " End the first fit before the second starts, or give both the same budget."
+            f"memory_budget={budget} cannot be set while another fit of this process has {others[0]:.3g}, since torch"
+            " has one setting for all. End the first fit before the second starts, or give both the same budget."
         )
     with _BUDGET.set(*values):
         yield
@@ -144,7 +141,7 @@ def saves_seen_by(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """
     get_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
     hooks = get_hooks(False)  # noqa: FBT003  (a function of C, without keywords)
-    pack, unpack = hooks or (_same, _same)
+    pack, unpack = hooks or (lambda tensor: tensor, lambda packed: packed)
 
     def pack_and_see(tensor: torch.Tensor) -> Any:
         see(tensor)
@@ -160,14 +157,14 @@ def saves_with_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]  # noqa: FBT003
 
 
-@contextmanager
-def operators_seen_by(see: Callable[[Any, Any], None], *, writes: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def operators_seen_by(
+    see: Callable[[Any, Any], None], *, writes: Callable[[torch.Tensor], None]
+) -> AbstractContextManager[Any]:
     """Call ``see`` with each operator and its result, and ``writes`` with each tensor written in place.
 
     Version counters do not record every write.
     """
-    with _Operators(see, writes):
-        yield
+    return _Operators(see, writes)
 
 
 class _Operators(TorchDispatchMode):
@@ -308,10 +305,6 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return (tensor,)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def outside_function_modes() -> AbstractContextManager[None]:

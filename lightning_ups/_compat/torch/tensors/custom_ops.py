@@ -96,8 +96,7 @@ def _recorded(
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             if differentiate is None:
                 raise RuntimeError(
-                    f"A gradient through {operator} was asked for, and it has none."
-                    " It is a gradient itself, computed by a kernel whose own gradient nobody has written."
+                    f"{operator} has no gradient, because it computes a gradient itself."
                     f" Leave create_graph=True out, or {instead}."
                 )
             return None, *differentiate(ctx, *grads)
@@ -107,15 +106,13 @@ def _recorded(
     def run(keyset: Any, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
             raise RuntimeError(
-                f"A derivative through {operator} was asked for in forward mode, by jvp, jacfwd or a dual tensor."
-                " It has a gradient for backward alone, and would go on as if it hung on nothing."
+                f"{operator} has no derivative in forward mode, as in jvp, jacfwd or with dual tensors."
                 f" Use backward, or {instead}."
             )
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             if in_torch_func():
                 raise RuntimeError(
-                    f"A gradient through {operator} was asked for by torch.func: grad, vjp, jacrev or the like."
-                    " It is an operator of ours, whose gradient backward knows and torch.func does not."
+                    f"{operator} has no gradient for torch.func, as in grad, vjp or jacrev."
                     f" Use backward or torch.autograd.grad, or {instead}."
                 )
             return Recorded.apply(keyset, *inputs)

@@ -1,18 +1,31 @@
-"""Finds torch's operators by name, and lists those that are expensive to recompute.
+"""Finds torch's operators by name, lists those that are expensive to recompute, and replaces cross-entropy.
 
 Names are those in ``torch.ops``, with dots: ``aten.mm`` means every overload that creates a new tensor,
 ``aten.mm.default`` a single one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from difflib import SequenceMatcher, get_close_matches
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 
-__all__ = ["Operator", "alike", "costly_ops", "is_composite", "operators", "register_costly_op", "uncalled"]
+from lightning_ups._compat.patches import applied
+
+__all__ = [
+    "Operator",
+    "alike",
+    "costly_ops",
+    "is_composite",
+    "operators",
+    "register_costly_op",
+    "replaced_cross_entropy",
+    "uncalled",
+]
 
 Operator = OpOverload | HigherOrderOperator
 
@@ -48,11 +61,7 @@ def register_costly_op(name: str) -> None:
     defined later, or on another machine only.
     """
     if len(name.split(".")) < 2:
-        raise ValueError(
-            f"register_costly_op({name!r}) has no namespace."
-            " Operators of different packages may have one name."
-            f" Say 'namespace.{name}', as in torch.ops."
-        )
+        raise ValueError(f"register_costly_op({name!r}) has no namespace. Say 'namespace.{name}', as in torch.ops.")
     _COSTLY[name] = None
 
 
@@ -72,8 +81,7 @@ def operators(names: Iterable[str]) -> list[Operator]:
         if not ops:
             near = get_close_matches(name, _known_names(), n=6, cutoff=0.4)
             raise ValueError(
-                f"There is no operator {name!r} in this torch."
-                " Operators go by their name in torch.ops, and one of another package exists once that is imported."
+                f"There is no operator {name!r} in torch.ops; operators of a package exist once it is imported."
                 f" Use one of these, nearest first: {', '.join(near) or ', '.join(_COSTLY)}."
             )
     return [op for ops in found.values() for op in ops]
@@ -129,3 +137,23 @@ def _overloads(name: str) -> list[Operator]:
 def _known_names() -> list[str]:
     names = (name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names())
     return [name for name in dict.fromkeys(names) if (ops := _overloads(name)) and not all(map(is_composite, ops))]
+
+
+def replaced_cross_entropy(
+    make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
+) -> AbstractContextManager[None]:
+    """Let ``F.cross_entropy`` call ``make(operator)`` while the context is open, in place of the operator.
+
+    TorchScript treats the replacement as the operator.
+    """
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map  # slow to import
+    from torch.jit._builtins import _get_builtin_table
+
+    get_torch_obj_rule_map()  # Dynamo finds the operators that it knows by their names, once
+
+    def made(operator: Any) -> Any:
+        replacement = make(operator)
+        _get_builtin_table()[id(replacement)] = "aten::cross_entropy_loss"
+        return replacement
+
+    return applied("torch._C._nn:cross_entropy_loss", made)

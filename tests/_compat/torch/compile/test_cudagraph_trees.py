@@ -20,34 +20,6 @@ from lightning_ups._compat.torch.compile.cudagraph_trees import (
 from tests import backends
 
 
-def node(**children):
-    return SimpleNamespace(children={name: [*nodes] for name, nodes in children.items()})
-
-
-@pytest.mark.parametrize(
-    ("manager", "count"),
-    [
-        (None, 0),
-        (SimpleNamespace(roots=None), 0),  # shut down
-        (SimpleNamespace(roots={}), 0),
-        (SimpleNamespace(roots={"f": [node(b=[node()]), node(b=[node(), node(f=[node()])])], "g": [node()]}), 7),
-    ],
-    ids=["none", "shut down", "empty", "trees"],
-)
-def test_all_nodes_of_all_trees_are_counted(manager, count):
-    recording = Recording()
-    assert recording.count == 0
-    recording._container = SimpleNamespace(tree_manager=manager)
-    assert recording.count == count
-
-
-def test_where_nothing_was_marked_nothing_is_imported(monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
-    with marked_steps():
-        pass
-    assert "torch._inductor.cudagraph_trees" not in sys.modules
-
-
 @pytest.fixture
 def box(monkeypatch):
     box = SimpleNamespace(mark_step_counter=0)
@@ -71,13 +43,6 @@ def test_marks_end_with_the_run_and_no_two_runs_have_the_same(box):
             run()
         assert box.mark_step_counter == 0
     assert seen == [-1, -2, -3, -4, -5, -6]
-
-
-def test_marks_of_others_go_on(box):
-    box.mark_step_counter = -3
-    with marked_steps():
-        box.mark_step_counter -= 1
-    assert box.mark_step_counter == -4
 
 
 class Recorder:

@@ -175,17 +175,6 @@ def _told_summed_copies():
     return trained(together=True, kind=Summed, mesh=build_mesh("cpu", MeshSizes(replicate=2, shard=1, tensor=1)))
 
 
-@pytest.mark.slow
-def test_what_is_kept_is_not_gathered_again(ranks):
-    forward, backward = ranks(_told_kept)
-    assert forward[2] == {"gathers": 5}
-    assert backward[2] == {"reduce-scatters": 5}
-
-
-def _told_kept():
-    return trained(together=True, recompute=False)
-
-
 def test_a_block_is_gathered_while_the_one_before_computes(ranks):
     (forward, backward), gathered = ranks(_told_order)
     assert forward == ["gather"] * 3 + ["tanh", "gather", "tanh", "gather", "tanh"], gathered
@@ -247,13 +236,6 @@ def test_gradients_of_copies_are_reduced_a_few_at_once_and_waited_for_at_the_end
     assert order[:first].count("mm") > 5
 
 
-@pytest.mark.slow
-def test_a_tied_parameter_of_copies_is_reduced_once(ranks):
-    ((*_, after, _),), order = ranks(_told_copies, 1, True)
-    assert after == {"all-reduces": 1}
-    assert order[-1] == "wait"
-
-
 def _told_copies(num, tie):
     mesh = build_mesh("cpu", MeshSizes(replicate=2, shard=1, tensor=1))
     size = sum(p.numel() * p.element_size() for p in Model().parameters())
@@ -263,18 +245,6 @@ def _told_copies(num, tie):
     torch.compiler.reset()
     names = [str(node.target) for node in GRAPHS[1].graph.nodes if node.op == "call_function"]
     return told, [word for name in names for part, word in (("wait_tensor", "wait"), ("mm", "mm")) if part in name]
-
-
-@pytest.mark.slow
-def test_apart_they_stay_as_they_are(ranks):
-    forward, backward = ranks(_told_apart)
-    assert forward[1] == forward[2] == {"gathers": 15}
-    assert backward[1] == backward[2]
-    assert backward[2]["reduce-scatters"] == 15
-
-
-def _told_apart():
-    return trained(together=False)
 
 
 def test_settings_are_put_back_and_a_users_pass_runs_first():

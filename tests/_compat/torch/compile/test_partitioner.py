@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch._functorch import partitioners  # noqa: TID251
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -75,24 +74,6 @@ def equal_gradients(placements):
 @pytest.mark.parametrize("placements", [[Shard(0)], [Replicate()]], ids=repr)
 def test_parameters_with_equal_gradients_share_no_memory(ranks, placements):
     assert ranks(equal_gradients, placements) == ([24.0] * 8, [12.0] * 8)
-
-
-@pytest.mark.parametrize("change", [random_states_in_place, gradients_apart, random_numbers_kept])
-def test_the_partitioner_is_put_back(change):
-    before = {**vars(partitioners)}
-    with change():
-        pass
-    assert vars(partitioners) == before
-
-
-def test_random_numbers_are_kept_as_long_as_one_asks_for_it():
-    before = partitioners.choose_saved_values_set
-    first, second = random_numbers_kept(), random_numbers_kept()
-    first.__enter__(), second.__enter__()
-    first.__exit__(None, None, None)
-    assert partitioners.choose_saved_values_set is not before
-    second.__exit__(None, None, None)
-    assert partitioners.choose_saved_values_set is before
 
 
 def attended(x, *, rate):

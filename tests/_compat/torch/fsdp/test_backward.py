@@ -72,14 +72,6 @@ def test_gradients_of_an_earlier_microbatch_do_not_count():
     assert recorded.calls == []
 
 
-def test_the_end_of_a_step_ends_the_keeping():
-    recorded = Recorded()
-    recorded.backward(create_graph=True)
-    recorded.stop()
-    recorded.group.reshard()
-    assert recorded.calls == ["reshard"]
-
-
 class Slotted:
     __slots__ = ("missing", "tensor")
 
@@ -104,19 +96,3 @@ def test_tensors_of_objects_announce_their_backward():
     calls = gathered_for([SimpleNamespace(inner=inner, name="graph", form=torch.float32), Slotted(4 * x)])
     (inner.same + inner.other["deep"][0]).sum().backward()
     assert len(calls) == 2
-
-
-def test_what_fsdp2_sees_itself_is_left_to_it():
-    x = torch.ones(2, requires_grad=True)
-    for output in (2 * x, [2 * x, None], {"a": (2 * x, 1)}):
-        calls = gathered_for(output)
-        x.sum().backward()
-        assert calls == []
-
-
-def test_without_gradients_nothing_is_looked_for():
-    output = SimpleNamespace(x=torch.ones(2, requires_grad=True))
-    with torch.no_grad():
-        calls = gathered_for(output)
-    output.x.sum().backward()
-    assert calls == []

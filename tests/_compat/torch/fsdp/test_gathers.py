@@ -23,12 +23,6 @@ def test_gathers_are_known_as_methods_and_as_the_functions_of_torch_2_11():
     assert [len(list(gathers(graph))) for graph in (methods, functions)] == [1, 1]
 
 
-def test_what_only_looks_like_one_is_none():
-    alone = graph_of(lambda g, x: g.call_method("to_local", (x,)))
-    other = graph_of(lambda g, x: g.call_method("to_local", (g.call_method("clone", (x,)),)))
-    assert [list(gathers(graph)) for graph in (alone, other)] == [[], []]
-
-
 def test_gathers_in_a_checkpointed_region_are_found_at_its_place():
     def gather(graph, shard):
         return graph.call_method("to_local", (graph.call_method("redistribute", (shard,)),))

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_ups._compat.torch.fsdp.shard_data import shard_data_written
 
@@ -34,16 +34,6 @@ def test_values_that_are_set_are_the_shards(ranks):
     assert ["is not split, of torch.float32 and on cpu." in text for text in refused] == [True, False, False]
     assert "is split as (Replicate(),), of" in refused[1]
     assert "of torch.float64" in refused[2]
-
-
-NAMES = ("data", "__getitem__", "__setitem__")
-
-
-def test_torchs_own_is_put_back():
-    before = [name in vars(DTensor) for name in NAMES]
-    with shard_data_written():
-        assert all(name in vars(DTensor) for name in NAMES)
-    assert [name in vars(DTensor) for name in NAMES] == before
 
 
 ASSIGNED = {

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +6,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_ups._compat.torch.fsdp import state as fsdp
 from lightning_ups._compat.torch.fsdp.state import (
     allocate,
     begin_forward,
@@ -170,16 +167,6 @@ def from_meta():
 
 def test_memory_for_shards_and_buffers(ranks):
     assert ranks(from_meta) == ({"cpu"}, True, torch.bfloat16)
-
-
-def test_a_state_with_one_group_is_a_list_of_it():
-    state = SimpleNamespace(_fsdp_param_group=None)
-    groups = fsdp._groups(state)
-    assert not groups
-    groups.append("group")
-    assert [*groups] == [groups[0]] == ["group"]
-    groups.remove("group")
-    assert state._fsdp_param_group is None
 
 
 class Many(nn.Module):

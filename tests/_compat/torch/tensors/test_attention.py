@@ -1,8 +1,6 @@
 import os
 import sys
-import warnings
 from functools import cache
-from types import ModuleType
 
 import pytest
 import torch
@@ -19,11 +17,6 @@ def test_operators_of_this_build_by_part():
     for operator in forward + backward:
         names = {argument.name for argument in operator.default._schema.arguments}
         assert {"query", "key", "value", "is_causal"} <= names
-
-
-@pytest.mark.parametrize("backend", ["reference", "math", "efficient", "flash", "cudnn", "flex"])
-def test_what_is_in_torch_misses_nothing(backend):
-    assert compat.missing_package(backend) is None
 
 
 @pytest.mark.skipif(bool(RequirementCache(compat._FA4)), reason="it is installed")
@@ -52,42 +45,6 @@ def test_a_package_that_cannot_be_loaded_is_said_once_and_kept_out(monkeypatch, 
         compat.load_fa4(feature="This")
     for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
         del sys.modules[name]
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """Let something that is installed pass for flash-attn-4, and return what `require` was asked for."""
-    names = []
-
-    def require(name, **_):
-        names.append(name)
-        return ModuleType(name)
-
-    monkeypatch.setattr(compat, "require", require)
-    compat.load_fa4.cache_clear()
-    yield names
-    compat.load_fa4.cache_clear()
-
-
-def test_what_is_loaded_is_not_looked_up_again_at_every_call(asked):
-    first, second = (compat.load_fa4(feature="This") for _ in range(2))
-    assert first is second
-    assert asked == ["flash_attn.cute.interface"]
-
-
-def test_its_warning_where_it_compiles_is_not_shown_once_it_is_loaded(asked):
-    told = (
-        "Argument aux_data (position 17) cannot be converted to a JitArgument for function 'cutlass___call___flash'."
-        " Its type `<class 'flash_attn.cute.utils.AuxData'>` is not supported."
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="JitArgument"):
-            warnings.warn(told, stacklevel=1)
-        compat.load_fa4(feature="This")
-        warnings.warn(told, stacklevel=1)
-        with pytest.raises(UserWarning, match="another"):
-            warnings.warn("Argument another (position 17) cannot be converted to a JitArgument", stacklevel=1)
 
 
 def test_fa3_says_where_it_comes_from(monkeypatch):

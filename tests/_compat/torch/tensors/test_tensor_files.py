@@ -5,7 +5,7 @@ import zipfile
 import pytest
 import torch
 
-from lightning_ups._compat.torch.tensors.tensor_files import _AllBut, around, noted, template
+from lightning_ups._compat.torch.tensors.tensor_files import around, template
 
 TENSORS = {
     "weight": torch.randn(5, 7),
@@ -49,11 +49,6 @@ def test_files_of_the_user_keep_their_checksums():
     assert zipfile.ZipFile(saved(torch.ones(7))).testzip() is None
 
 
-def test_gigabytes_take_no_time_and_no_memory():
-    start, end = around(torch.float32, (2**20, 2**10), (2**10, 1))
-    assert len(start) + len(end) < 4096
-
-
 def test_many_threads_leave_the_setting_alone():
     def ask(number):
         for size in range(50):
@@ -65,15 +60,6 @@ def test_many_threads_leave_the_setting_alone():
     for thread in threads:
         thread.join()
     assert torch.serialization.get_crc32_options()
-
-
-def test_a_torch_that_writes_in_pieces_is_noticed():
-    storage = torch.UntypedStorage(64)
-    file = _AllBut(storage)
-    memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    assert file.writable()
-    assert file.write(memoryview(memory)[:32]) == 32
-    assert not file.met
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -97,8 +83,3 @@ def test_a_part_of_a_larger_storage_begins_where_it_begins():
     file = saved(whole[4:6])
     _, place = template(file)
     assert file.getvalue()[place : place + 8] == whole[4:6].numpy().tobytes()
-
-
-def test_the_note_is_that_of_torch():
-    note = noted("a", offset=3, length=4)
-    assert (note.relative_path, note.offset, note.length) == ("a", 3, 4)

@@ -3,7 +3,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
@@ -11,24 +10,12 @@ from torch.utils._pytree import tree_leaves
 from lightning_ups._compat.torch.tensors.tensors import (
     add_product,
     arrived,
-    count_writes,
     forget_meshes,
     local_of,
     plain_memory,
     product,
     whole_of,
 )
-
-
-def test_writes_in_place_are_counted_and_those_through_data_are_not():
-    parameter = nn.Parameter(torch.zeros(2))
-    before = count_writes(parameter)
-    with torch.no_grad():
-        parameter.fill_(1.0)
-    assert count_writes(parameter) > before
-    before = count_writes(parameter)
-    parameter.data.fill_(2.0)
-    assert count_writes(parameter) == before
 
 
 def test_a_weight_that_is_gathered_in_float8_is_the_memory_that_it_wraps():
@@ -74,11 +61,6 @@ def test_what_a_collective_brings_has_its_gradient_in_compiled_code(ranks):
     assert ranks(gradient_of_what_waits) == (*names, [0, 1, 2, 3], [0, 2, 4, 6], True)
 
 
-def test_what_waits_for_nothing_is_itself():
-    for value in (torch.ones(2), (torch.ones(2), ([],)), [torch.ones(2)], {"x": [torch.ones(2)]}, None):
-        assert arrived(value) is value
-
-
 def halves(device="cpu", dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(8, 64, generator=generator), torch.randn(64, 16, generator=generator)
@@ -110,15 +92,6 @@ def test_what_is_added_piece_by_piece_is_added_once(rows):
     total = torch.ones(rows, 16)
     add_product(total, a.t(), b)
     torch.testing.assert_close(total, 1 + a.float().t() @ b.float())
-
-
-def test_one_type_adds_in_place():
-    a, b = halves(dtype=torch.float32)
-    total = torch.ones(8, 16)
-    place = total.data_ptr()
-    add_product(total, a, b)
-    assert total.data_ptr() == place
-    torch.testing.assert_close(total, 1 + a @ b)
 
 
 @pytest.mark.gpu

@@ -1,13 +1,39 @@
-"""Settings in torch's config modules that several concurrent runs of a process may set."""
+"""Contexts that several runs of a process may have open: values of a thread, settings of torch, log levels."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import RLock, local
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-__all__ = ["SharedSettings"]
+__all__ = ["SharedSettings", "ThreadStack", "only_from", "without"]
+
+T = TypeVar("T")
+
+
+class ThreadStack(local, Generic[T]):
+    """The values of the contexts that are open in the current thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.values: list[T] = []
+
+    @property
+    def innermost(self) -> T | None:
+        """The innermost value, or None."""
+        return self.values[-1] if self.values else None
+
+    @contextmanager
+    def holding(self, value: T) -> Iterator[None]:
+        """Add ``value`` while the context is open; contexts may be closed in any order."""
+        self.values.append(value)
+        try:
+            yield
+        finally:
+            place = next((i for i in reversed(range(len(self.values))) if self.values[i] is value), None)
+            if place is not None:  # otherwise closed by another thread
+                del self.values[place]
 
 
 class SharedSettings:
@@ -53,3 +79,30 @@ class SharedSettings:
     def _write(self, values: Any) -> None:
         for name, value in zip(self._names, values, strict=True):
             setattr(self._config, name, value)
+
+
+@contextmanager
+def only_from(level: int, logger: str) -> Iterator[None]:
+    """Suppress messages of ``logger`` and its children below ``level`` while the context is open."""
+    named = logging.getLogger(logger)
+    before = named.level
+    named.setLevel(level)
+    try:
+        yield
+    finally:
+        named.setLevel(before)
+
+
+@contextmanager
+def without(text: str, logger: str) -> Iterator[None]:
+    """Let ``logger`` leave out messages with ``text`` while the context is open."""
+    named = logging.getLogger(logger)
+
+    def is_another(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    named.addFilter(is_another)
+    try:
+        yield
+    finally:
+        named.removeFilter(is_another)
