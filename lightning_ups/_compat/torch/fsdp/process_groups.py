@@ -48,7 +48,7 @@ def _check_effect(name: str, value: str) -> None:
         return
     why = "process groups exist already" if found is None else f"the environment has {name}={found}"
     raise ValueError(
-        f"communication_multiprocessors={value} would have no effect, because {why}."
+        f"Communication(multiprocessors={value}) would have no effect, because {why}."
         f" NCCL reads {name} once, when the first group of a process is made."
         f" Start a new process with {name}={value}, or leave the option out."
     )

@@ -42,11 +42,11 @@ def test_what_is_asked_of_groups_is_set_before_they_are_made():
 
 def test_what_would_have_no_effect_is_refused(monkeypatch):
     monkeypatch.setenv("NCCL_MAX_CTAS", "16")
-    with pytest.raises(ValueError, match=r"=8 would have no effect.*environment has NCCL_MAX_CTAS=16"):
+    with pytest.raises(ValueError, match=r"=8\) would have no effect.*environment has NCCL_MAX_CTAS=16"):
         prepare_nccl(high_priority=False, flight_recorder=None, multiprocessors=8)
     monkeypatch.delenv("NCCL_MAX_CTAS")
     monkeypatch.setattr(process_groups.dist, "is_initialized", lambda: True)
-    with pytest.raises(ValueError, match=r"=8 would have no effect.*groups exist already"):
+    with pytest.raises(ValueError, match=r"=8\) would have no effect.*groups exist already"):
         prepare_nccl(high_priority=False, flight_recorder=None, multiprocessors=8)
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
     prepare_nccl(high_priority=False, flight_recorder=None, multiprocessors=8)  # as it was when groups were made
