@@ -13,7 +13,6 @@ from lightning_ups.callbacks.logs.late_logs import LateLogs
 from lightning_ups.insight.late_values import is_far
 from lightning_ups.kernels.attention import decisions, recorded_decisions
 from lightning_ups.order import Context, Declaration, Report, Stage
-from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.error_hints import note_no_kernel
 from lightning_ups.transforms.flags import (
     AttentionBackend,
@@ -85,12 +84,6 @@ class AccelerationFlags(Declaration):
         gc_interval: int | None = None,
         late_logs: bool = True,
     ) -> None:
-        for name, value, kind in (
-            ("max_split_size_mb", max_split_size_mb, int),
-            ("garbage_collection_threshold", garbage_collection_threshold, float),
-            ("gc_interval", gc_interval, int),
-        ):
-            check_kind(name, value, kind, of="AccelerationFlags", why="It sets a flag.", optional=True)
         self.flags = Flags(
             tf32=tf32,
             cudnn_benchmark=cudnn_benchmark,

@@ -66,18 +66,12 @@ class ActivationOffload(Declaration):
         min_mb: float = MIN_BYTES / 2**20,
         on_no_effect: OnNoEffect = "raise",
     ) -> None:
-        why = "1 selects every block, 2 every second one."
-        check_least("every_k", every_k, 1, of="ActivationOffload", why=why)
-        check_finite("min_mb", min_mb, of="ActivationOffload", why="Tensors of fewer MiB stay.")
+        check_least("every_k", every_k, 1, of=_PART, why="1 selects every block, 2 every second one.")
+        check_finite("min_mb", min_mb, of=_PART, why="Tensors of fewer MiB stay.")
         self.blocks = None if blocks is None else as_patterns(blocks)
-        check_some(
-            "blocks",
-            self.blocks,
-            of="ActivationOffload",
-            why="An empty list selects no block, so it would change nothing.",
-        )
+        check_some("blocks", self.blocks, of=_PART, why="It selects no block, so it would change nothing.")
         self.every_k, self.min_mb = every_k, min_mb
-        self.on_no_effect: OnNoEffect = check_on_no_effect(on_no_effect, of="ActivationOffload")
+        self.on_no_effect: OnNoEffect = check_on_no_effect(on_no_effect, of=_PART)
         self._unproven: tuple[Offloaded, Report] | None = None
         self._told = False  # whether the report says that nothing was moved so far
         self._began_at = 0  # the global step of the current batch
@@ -138,12 +132,7 @@ class ActivationOffload(Declaration):
                 )
             return None
         self._unproven = None
-        report.update(
-            _PART,
-            blocks_run=len(done.ran),
-            moved_bytes=done.moved_bytes,
-            left_bytes=done.left_bytes,
-        )
+        report.update(_PART, blocks_run=len(done.ran), moved_bytes=done.moved_bytes, left_bytes=done.left_bytes)
         if not done.ran:
             return (
                 "ActivationOffload moved nothing in the first step: none of its blocks ran separately."

@@ -34,12 +34,12 @@ from lightning_ups.insight.memory import (
 )
 from lightning_ups.insight.report import run_folder
 from lightning_ups.order import Run, Stage
-from lightning_ups.order.arguments import check_least
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.quoted import first_line, quoted
 
 __all__ = ["MemoryForensics"]
 
+_EVERY = 10  # batches between two reads of the counters
 _RETRIES, _ALLOCATED, _RESERVED = "num_alloc_retries", "allocated_bytes.all.current", "reserved_bytes.all.current"
 
 
@@ -59,10 +59,6 @@ class MemoryForensics(Callback):
         snapshot: Whether to write a snapshot of the allocator.
         history: Whether to record where each allocation comes from, which takes some microseconds each.
         plan: Whether to count what the run needs, which takes some seconds after the error.
-        every: Batches between two reads of the counters.
-
-    Raises:
-        ValueError: If ``every`` is not at least 1.
 
     Example::
 
@@ -76,12 +72,9 @@ class MemoryForensics(Callback):
         snapshot: bool = True,
         history: bool = False,
         plan: bool = True,
-        every: int = 10,
     ) -> None:
-        why = "It is a number of batches."
-        check_least("every", every, 1, of="MemoryForensics", why=why)
         self.folder = None if folder is None else Path(folder)
-        self.snapshot, self.history, self.plan, self.every = snapshot, history, plan, every
+        self.snapshot, self.history, self.plan = snapshot, history, plan
         self.text: str | None = None
         self._default_folder = Path()
         self._module: LightningModule | str | None = None  # as it was built, or why it could not be copied
@@ -139,7 +132,7 @@ class MemoryForensics(Callback):
     ) -> None:
         self._batch = None
         self._hooks.close()  # the first step is enough
-        if not self._warned and batch_idx % self.every == 0:
+        if not self._warned and batch_idx % _EVERY == 0:
             self._look(trainer.strategy.root_device)
 
     def _look(self, device: torch.device) -> None:
@@ -152,7 +145,7 @@ class MemoryForensics(Callback):
             return
         self._warned = True
         rank_zero_warn(
-            f"The allocator of {device} freed its cache and retried {retries - before} times in the last {self.every}"
+            f"The allocator of {device} freed its cache and retried {retries - before} times in the last {_EVERY}"
             f" batches ({readable(counters.get(_ALLOCATED, 0))} allocated, {readable(counters.get(_RESERVED, 0))}"
             " reserved). Each retry waits for the device, and larger batches may not fit. Use smaller batches, or see"
             " `python -m lightning_ups plan`."

@@ -13,7 +13,6 @@ from lightning_ups.order.arguments import (
     OnNoEffect,
     check_choice,
     check_finite,
-    check_kind,
     check_on_no_effect,
     raise_or_warn,
 )
@@ -65,21 +64,14 @@ class OptimizerOffload(Declaration):
         on_no_effect: OnNoEffect = "raise",
     ) -> None:
         why = "It says where an optimizer with offloaded state makes its steps."
-        check_choice("update", update, (*get_args(Update), "torchao"), of="OptimizerOffload", why=why)
+        check_choice("update", update, (*get_args(Update), "torchao"), of=_PART, why=why)
         size, share = "It is the size of a chunk, in MiB.", "It is the share of the state that stays."
-        check_finite("chunk_mb", chunk_mb, of="OptimizerOffload", why=size, above=0, optional=True)
-        check_kind("resident", resident, float, of="OptimizerOffload", why=share)
-        if update == "torchao" and resident:
+        check_finite("chunk_mb", chunk_mb, of=_PART, why=size, above=0, optional=True)
+        check_finite("resident", resident, of=_PART, why=share)
+        if update == "torchao" and (resident or chunk_mb is not None):
             raise ValueError(
-                f"OptimizerOffload(update='torchao', resident={resident}) is not supported."
-                " torchao's CPUOffloadOptimizer keeps the whole state on the host."
-                " Use update='device', or leave resident out."
-            )
-        if update == "torchao" and chunk_mb is not None:
-            raise ValueError(
-                f"OptimizerOffload(update='torchao', chunk_mb={chunk_mb:g}) would have no effect."
-                " torchao's CPUOffloadOptimizer moves each parameter separately, without chunks."
-                " Use update='device' or update='host', or leave chunk_mb out."
+                "OptimizerOffload(update='torchao') takes neither resident nor chunk_mb: torchao's CPUOffloadOptimizer"
+                " keeps the whole state on the host and has no chunks. Leave them out, or use update='device'."
             )
         chunk_mb = _CHUNK_MB if chunk_mb is None else chunk_mb
         OffloadedOptimizer.check(
@@ -88,7 +80,7 @@ class OptimizerOffload(Declaration):
         self.update: Update | Literal["torchao"] = update
         self._clips = False
         self.chunk_mb, self.resident = chunk_mb, resident
-        self.on_no_effect: OnNoEffect = check_on_no_effect(on_no_effect, of="OptimizerOffload")
+        self.on_no_effect: OnNoEffect = check_on_no_effect(on_no_effect, of=_PART)
         self._ours: list[OffloadedOptimizer | TorchAOOffloaded] = []
         self._report: Report | None = None
         self._began_at = 0  # the global step of the current batch

@@ -30,11 +30,7 @@ _KINDS = {int: (Integral, "a whole number"), float: (Real, "a number")}  # inclu
 
 
 def check_choice(name: str, value: object, choices: Sequence[object], *, of: str, why: str) -> None:
-    """Raise unless ``value`` is one of ``choices``.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{of}({name}={value!r}) is not a known choice. {why} Use one of {tuple(choices)}.")
 
@@ -42,7 +38,7 @@ def check_choice(name: str, value: object, choices: Sequence[object], *, of: str
 def check_kind(
     name: str, value: Any, kind: type[int] | type[float], *, of: str, why: str, optional: bool = False
 ) -> None:
-    """Raise unless ``value`` is a number of ``kind``. An int is accepted as a float; a bool is not a number.
+    """Raise TypeError unless ``value`` is a number of ``kind``. An int is accepted as a float; a bool is not a number.
 
     Args:
         name: The name of the argument.
@@ -51,9 +47,6 @@ def check_kind(
         of: The class that takes the argument.
         why: A sentence that says what the argument is.
         optional: Whether it may be None.
-
-    Raises:
-        TypeError: If it has another type.
     """
     if value is None and optional:
         return
@@ -64,22 +57,14 @@ def check_kind(
 
 
 def check_on_no_effect(value: OnNoEffect, *, of: str) -> OnNoEffect:
-    """Return ``value``, which says what follows if a part has no effect.
-
-    Raises:
-        ValueError: If it is not a known choice.
-    """
+    """Return ``value``, or raise ValueError if it is not a known choice."""
     why = "It says what follows if the part has no effect."
     check_choice("on_no_effect", value, get_args(OnNoEffect), of=of, why=why)
     return value
 
 
 def raise_or_warn(message: str, on_no_effect: OnNoEffect) -> None:
-    """Say that a part has no effect, as ``on_no_effect`` says.
-
-    Raises:
-        RuntimeError: With ``"raise"``.
-    """
+    """Raise RuntimeError, or warn, because a part has no effect."""
     if on_no_effect == "raise":
         raise RuntimeError(f"{message} With on_no_effect='warn' the run goes on.")
     rank_zero_warn(message)
@@ -92,14 +77,7 @@ def check_path(name: str, value: Any, *, of: str, why: str) -> None:
 
 
 def check_least(name: str, value: Any, least: int, *, of: str, why: str, optional: bool = False) -> None:
-    """Raise unless ``value`` is an integer from ``least`` to ``sys.maxsize``.
-
-    The arguments are those of `check_kind`.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it is out of range.
-    """
+    """Raise unless ``value`` is an integer from ``least`` to ``sys.maxsize``."""
     check_kind(name, value, int, of=of, why=why, optional=optional)
     if value is not None and not least <= value <= sys.maxsize:
         most = "" if value < least else f", up to {sys.maxsize}"
@@ -108,12 +86,7 @@ def check_least(name: str, value: Any, least: int, *, of: str, why: str, optiona
 
 
 def check_seed(seed: int, *, of: str, why: str) -> None:
-    """Raise unless ``seed`` is valid for a ``torch.Generator``.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it has more than 64 bits.
-    """
+    """Raise unless ``seed`` is valid for a ``torch.Generator``."""
     check_kind("seed", seed, int, of=of, why=why)
     if not -(2**63) <= seed < 2**64:
         raise ValueError(
@@ -132,12 +105,7 @@ def check_finite(
     most: float | None = None,
     optional: bool = False,
 ) -> None:
-    """Raise unless ``value`` is a finite number: at least 0 or, if given, larger than ``above``; at most ``most``.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is not finite, too small, or more than ``most``.
-    """
+    """Raise unless ``value`` is a finite number: at least 0 or, if given, larger than ``above``; at most ``most``."""
     check_kind(name, value, float, of=of, why=why, optional=optional)
     if value is None:
         return
@@ -149,10 +117,6 @@ def check_finite(
 
 
 def check_some(name: str, value: Sized | None, *, of: str, why: str) -> None:
-    """Raise if ``value`` is an empty list, which would select nothing, while None selects automatically.
-
-    Raises:
-        ValueError: If it is empty.
-    """
+    """Raise ValueError if ``value`` is an empty list, which would select nothing, while None selects automatically."""
     if value is not None and not len(value):
         raise ValueError(f"{of}({name}=[]) is an empty list. {why} Name some, or leave {name} out.")

@@ -225,7 +225,7 @@ def _ours(rng, settings, *, ranks):
         ["TokenThroughput", {"warmup_steps": rng.choice([0, 1]), "peak_tflops": rng.choice([None, 1.0])}],
         ["TrainingReport", {"pictures": False}],
         ["RunManifest", {"log_hyperparams": rng.random() < 0.7}],
-        ["MemoryForensics", {"every": 1, "plan": rng.random() < 0.5}],
+        ["MemoryForensics", {"plan": rng.random() < 0.5}],
         ["LeanProgressBar", {"refresh_rate": rng.choice([1, 2])}],
         ["DevicePrefetch", {}],
         ["AccelerationFlags", {"gc_interval": rng.choice([None, 2]), "tf32": rng.choice([None, True])}],

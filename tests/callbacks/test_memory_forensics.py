@@ -267,10 +267,11 @@ def _sharded(folder, sharding):
     return str(error)
 
 
-def test_the_alarm_before_it(tmp_path, counters):
+def test_the_alarm_before_it(tmp_path, counters, monkeypatch):
+    monkeypatch.setattr(forensics, "_EVERY", 1)
     counters(*[counted(0)] * 9, counted(3), counted(3))  # eight in the first step, for its four blocks
     with pytest.warns(UserWarning, match="retried 3 times in the last 1 batches") as caught:
-        fit(MemoryForensics(every=1), folder=tmp_path, expect=None)
+        fit(MemoryForensics(), folder=tmp_path, expect=None)
     alarms = [w for w in caught if "retried" in str(w.message)]
     assert len(alarms) == 1
     assert "1.0 GiB allocated, 2.0 GiB reserved" in str(alarms[0].message)

@@ -12,98 +12,35 @@ from lightning_ups.callbacks import (
     ActivationCheckpoint,
     ActivationOffload,
     Compile,
-    DevicePrefetch,
-    LeanProgressBar,
-    MemoryForensics,
     OptimizerOffload,
     StepGuard,
     TextSample,
     TokenThroughput,
 )
-from lightning_ups.models import GPTModule
 from lightning_ups.order.arguments import check_finite, check_kind, check_least, check_path, check_seed, check_some
 
 
 @pytest.mark.parametrize(
     ("make", "given", "cure"),
     [
-        (lambda: ActivationCheckpoint(save=3), "ActivationCheckpoint(save=3)", "a list of operators"),
         (lambda: ActivationCheckpoint(every_k="2"), "ActivationCheckpoint(every_k='2')", "Use a whole number."),
-        (lambda: ActivationCheckpoint(every_k=1.5), "ActivationCheckpoint(every_k=1.5)", "Use a whole number."),
-        (lambda: ActivationCheckpoint(memory_budget="half"), "(memory_budget='half')", "Use a number, or None."),
         (lambda: Compile(blocks=[nn.Sequential]), "Sequential", "Write its name in the model"),
-        (lambda: AccelerationFlags(gc_interval=2.5), "(gc_interval=2.5)", "Use a whole number, or None."),
-        (lambda: TokenThroughput(warmup_steps="5"), "TokenThroughput(warmup_steps='5')", "Use a whole number."),
-        (lambda: TokenThroughput(inspect_at="5"), "TokenThroughput(inspect_at='5')", "Use a whole number, or None."),
-        (lambda: TokenThroughput(peak_tflops="H100"), "peak_tflops='H100'", "TFLOP/s"),
         (lambda: TokenThroughput(peak_tflops={"bf16": "989"}), "peak_tflops={'bf16': '989'}", "TFLOP/s"),
-        (lambda: TokenThroughput(flops_per_unit="1e9"), "(flops_per_unit='1e9')", "Use a number, or None."),
-        (lambda: TokenThroughput(single_device="9 K"), "(single_device='9 K')", "Use a number, or None."),
-        (lambda: StepGuard(window="128"), "StepGuard(window='128')", "Use a whole number."),
-        (lambda: StepGuard(sigmas="6"), "StepGuard(sigmas='6')", "Use a number."),
         (lambda: StepGuard(sigmas=0), "StepGuard(sigmas=0)", "Use a finite number, more than 0."),
-        (lambda: StepGuard(sigmas=math.inf), "StepGuard(sigmas=inf)", "Use a finite number, more than 0."),
-        (lambda: StepGuard(max_in_a_row=0), "StepGuard(max_in_a_row=0)", "Use 1 or more."),
         (lambda: AccelerationFlags(max_split_size_mb=10**30), "max_split_size_mb=1000", "less than 17592186044416."),
-        (lambda: MemoryForensics(every="10"), "MemoryForensics(every='10')", "Use a whole number."),
-        (lambda: ActivationOffload(every_k=1.5), "ActivationOffload(every_k=1.5)", "Use a whole number."),
-        (lambda: ActivationOffload(min_mb="1"), "ActivationOffload(min_mb='1')", "Use a number."),
-        (lambda: OptimizerOffload(chunk_mb="256"), "OptimizerOffload(chunk_mb='256')", "Use a number, or None."),
         (lambda: OptimizerOffload(resident="half"), "OptimizerOffload(resident='half')", "Use a number."),
-        (lambda: OptimizerOffload(chunk_mb=math.nan), "(chunk_mb=nan)", "Use a finite number, more than 0, or None."),
         (lambda: OptimizerOffload(chunk_mb=math.inf), "(chunk_mb=inf)", "Use a finite number, more than 0, or None."),
         (lambda: ActivationOffload(min_mb=math.nan), "(min_mb=nan)", "Use a finite number, 0 or more."),
-        (lambda: ActivationOffload(min_mb=math.inf), "(min_mb=inf)", "Use a finite number, 0 or more."),
         (lambda: ActivationOffload(blocks=[]), "ActivationOffload(blocks=[])", "Name some, or leave blocks out."),
-        (lambda: ActivationCheckpoint(blocks=()), "ActivationCheckpoint(blocks=[])", "Name some, or leave blocks out."),
-        (lambda: ActivationOffload(on_no_effect="skip"), "ActivationOffload(on_no_effect='skip')", "('raise', 'warn')"),
         (lambda: OptimizerOffload(on_no_effect="skip"), "OptimizerOffload(on_no_effect='skip')", "('raise', 'warn')"),
-        (lambda: ActivationCheckpoint(on_no_effect=""), "ActivationCheckpoint(on_no_effect='')", "('raise', 'warn')"),
-        (lambda: DevicePrefetch(min_kb=math.inf), "DevicePrefetch(min_kb=inf)", "Use a finite number, 0 or more."),
-        (
-            lambda: TokenThroughput(flops_per_unit=-1),
-            "(flops_per_unit=-1)",
-            "Use a finite number, more than 0, or None.",
-        ),
-        (lambda: TokenThroughput(single_device=math.nan), "(single_device=nan)", "more than 0, or None."),
-        (lambda: TokenThroughput(peak_tflops=math.inf), "peak_tflops=inf", "TFLOP/s"),
-        (lambda: TokenThroughput(peak_tflops={3: 1}), "peak_tflops={3: 1}", "TFLOP/s"),
-        (lambda: LeanProgressBar(refresh_rate=-1), "LeanProgressBar(refresh_rate=-1)", "Use 0 or more."),
-        (lambda: LeanProgressBar(refresh_rate="9"), "LeanProgressBar(refresh_rate='9')", "Use a whole number."),
-        (lambda: LeanProgressBar(metrics="loss"), "LeanProgressBar(metrics='loss')", "such as ['train_loss']."),
-        (lambda: LeanProgressBar(metrics=[3]), "LeanProgressBar(metrics=[3])", "such as ['train_loss']."),
         (lambda: Compile(cache=""), "Compile(cache='')", "Name one, or leave cache out."),
-        (lambda: TextSample(num_tokens="4"), "TextSample(num_tokens='4')", "Use a whole number."),
-        (lambda: TextSample(temperature="hot"), "TextSample(temperature='hot')", "Use a number."),
         (lambda: TextSample(top_k=2.5), "TextSample(top_k=2.5)", "Use a whole number, or None."),
-        (lambda: TextSample(seed="x"), "TextSample(seed='x')", "Use a whole number."),
         (lambda: Compile(blocks=3), "The patterns are given as 3, which is not a list.", "Write names"),
     ],
 )
 def test_a_wrong_kind_is_named_with_its_cure(make, given, cure):
     with pytest.raises((TypeError, ValueError), match=f"{re.escape(given)}.*{re.escape(cure)}"):
         make()
-
-
-@pytest.mark.parametrize(
-    ("part", "names"),
-    [
-        (ActivationCheckpoint, ["every_k"]),
-        (ActivationOffload, ["every_k"]),
-        (Compile, ["max_recompiles"]),
-        (GPTModule, ["warmup_steps", "vocab_size", "max_seq_len"]),
-        (LeanProgressBar, ["refresh_rate"]),
-        (MemoryForensics, ["every"]),
-        (StepGuard, ["window", "warmup_steps", "max_in_a_row", "max_rollbacks"]),
-        (TextSample, ["num_tokens", "top_k"]),
-        (TokenThroughput, ["warmup_steps", "inspect_at", "split_every"]),
-    ],
-)
-def test_a_count_that_no_loop_can_reach_is_refused_at_once(part, names):
-    for name in names:
-        match = rf"^{part.__name__}\({name}={10**30}\) is out of range\. .* or more, up to {2**63 - 1}(, or None)?\.$"
-        with pytest.raises(ValueError, match=match):
-            part(**{name: 10**30})
 
 
 @pytest.mark.parametrize(

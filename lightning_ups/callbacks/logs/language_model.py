@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_ups.order.arguments import check_kind, check_least, check_seed
+from lightning_ups.order.arguments import check_finite, check_least, check_seed
 
 __all__ = ["TextSample", "UnigramBaseline"]
 
@@ -45,13 +45,8 @@ class TextSample(Callback):
         seed: int = 0,
     ) -> None:
         check_least("num_tokens", num_tokens, 0, of="TextSample", why="It counts tokens.")
-        check_kind("temperature", temperature, float, of="TextSample", why="It divides the logits.")
-        if not 0 <= temperature <= sys.float_info.max:
-            raise ValueError(
-                f"TextSample(temperature={temperature}) is out of range."
-                " It divides the logits."
-                " Use a number above 0, or 0 to always choose the most likely token."
-            )
+        why = "It divides the logits; with 0, the most likely token is chosen."
+        check_finite("temperature", temperature, of="TextSample", why=why)
         check_least("top_k", top_k, 1, of="TextSample", why="It counts tokens to draw from.", optional=True)
         check_seed(seed, of="TextSample", why="It is for sampling.")
         self.prompt, self.num_tokens = prompt, num_tokens

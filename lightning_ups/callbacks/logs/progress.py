@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -38,12 +37,6 @@ class LeanProgressBar(TQDMProgressBar):
 
     def __init__(self, *, refresh_rate: int = 20, metrics: tuple[str, ...] = ("train_loss",)) -> None:
         check_least("refresh_rate", refresh_rate, 0, of="LeanProgressBar", why="It counts steps.")
-        if isinstance(metrics, str) or not isinstance(metrics, Sequence) or not all(map(_is_name, metrics)):
-            raise TypeError(
-                f"LeanProgressBar(metrics={metrics!r}) is not a list of names."
-                " It shows metrics by their logged names."
-                " Write them as a list, such as ['train_loss']."
-            )
         super().__init__(refresh_rate=refresh_rate)
         self.metrics = tuple(metrics)
         self._redirected: ExitStack | None = None
@@ -140,10 +133,6 @@ class LeanProgressBar(TQDMProgressBar):
         if trainer.max_steps == -1 and not self.train_progress_bar.disable and self._send_for(trainer):
             self._take(wait=True)
         super().on_train_epoch_end(trainer, pl_module)
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _is_terminal(handler: logging.Handler) -> bool:
