@@ -54,7 +54,7 @@ def test_the_page_has_curves_split_thresholds_and_manifest(tmp_path, logs):
     fit(tmp_path, throughput(), RunManifest(), report, logger=logger)
     assert report.path.parent == (tmp_path if not logs else type(tmp_path)(logger.log_dir))
     text = report.path.read_text()
-    for part in ("Logging: training", "finished, 12 steps", "train_loss", "val_loss", "waiting for data", "&lt; 5 %"):
+    for part in ("Logging: training", "finished, 12 steps", "train_loss", "val_loss", "waiting for data", "&lt;= 5 %"):
         assert part in text, part
     assert "Thresholds" in text
     assert "What took effect" in text
