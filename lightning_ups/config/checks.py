@@ -17,6 +17,7 @@ from lightning_ups.config.suggestions import suggest_file
 from lightning_ups.state.checkpoint import check_file, is_complete, newest_within
 
 __all__ = [
+    "check_best_checkpoint",
     "check_checkpoint_exists",
     "check_checkpoint_fits_strategy",
     "check_data",
@@ -75,6 +76,16 @@ def check_last_checkpoint(given: Any, trainer: Trainer, command: str) -> None:
         return
     path = shell_word(found[-1]) if found else "FILE"
     raise FileNotFoundError(f"{missing}, and {command} would use untrained weights. Give the path: --ckpt_path {path}")
+
+
+def check_best_checkpoint(given: Any, trainer: Trainer) -> None:
+    """Refuse ``ckpt_path: best`` unless a fit of this process has saved a checkpoint: the Trainer knows no other."""
+    if given == "best" and not getattr(trainer.checkpoint_callback, "best_model_path", None):
+        found = checkpoints_beside(trainer)
+        newest = f" The newest: --ckpt_path {shell_word(found[-1])}" if found else ""
+        raise ValueError(
+            f"ckpt_path 'best' is the best checkpoint of a fit in the same process. Give its path instead.{newest}"
+        )
 
 
 def check_data(command: str, module: LightningModule, datamodule: Any) -> None:
