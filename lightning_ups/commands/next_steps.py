@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_ups._compat.lightning.checkpoints import kept_checkpoints
 from lightning_ups.callbacks import RunManifest
 from lightning_ups.config.output import shell_word, short_path
-from lightning_ups.config.saved_config import SavedConfig
+from lightning_ups.config.parser import SavedConfig
 
 __all__ = ["closing_lines"]
 

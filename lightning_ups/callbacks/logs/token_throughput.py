@@ -15,9 +15,8 @@ from typing_extensions import override
 from lightning_ups._compat.lightning.fit_loop import leaves_no_files
 from lightning_ups._compat.lightning.steps import was_skipped
 from lightning_ups.callbacks.logs.measured_run import MeasuredRun, Settings
-from lightning_ups.callbacks.logs.run_manifest import RunManifest
 from lightning_ups.insight.throughput import Summary, first_change, given_peaks, text_table
-from lightning_ups.order import OnlyOne, Report, Run, applied, refuse_second
+from lightning_ups.order import OnlyOne, Run, refuse_second, report_of
 from lightning_ups.order.arguments import check_finite, check_least
 from lightning_ups.transforms.patching import instead_of
 
@@ -204,8 +203,7 @@ class TokenThroughput(Callback, OnlyOne):
         if self._run is None:
             return
         self.summary = self._run.summary(alone=alone)
-        if (report := _report(trainer)) is not None:
-            report.update("TokenThroughput", **facts(self.summary))
+        report_of(trainer).update("TokenThroughput", **facts(self.summary))
         if self.summary.units_per_s is None:
             rank_zero_info(f"TokenThroughput measured nothing: {self._run.why_nothing}.")
         elif self.table and trainer.is_global_zero:
@@ -223,14 +221,6 @@ class TokenThroughput(Callback, OnlyOne):
         if isinstance(exception, (KeyboardInterrupt, SIGTERMException)):
             self._conclude(trainer, alone=True)
         self.close()
-
-
-def _report(trainer: Trainer) -> Report | None:
-    """Return the report that the manifest stores, if there is one."""
-    if (context := applied(trainer.strategy)) is not None:
-        return context.report
-    manifests = (each for each in trainer.callbacks if isinstance(each, RunManifest))  # type: ignore[attr-defined]
-    return next((manifest.report for manifest in manifests), None)
 
 
 def facts(summary: Summary) -> dict[str, Any]:

@@ -463,19 +463,6 @@ def together(samples):
     return Sample(torch.stack([sample.x for sample in samples]))
 
 
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_a_batch_may_be_nested(tmp_path, layout):
-    class Takes(Net):
-        def training_step(self, batch, _):
-            return super().training_step(batch.to_padded_tensor(0.0).mean(1), 0)
-
-    batch = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=layout)
-    found = fit(tmp_path, model=Takes(), loader_=DataLoader([batch], batch_size=None))["batch"]
-    assert found["size"] == 2
-    (said,) = found["tensors"].values()
-    assert said.startswith("float32 [2, ")
-
-
 def test_what_cannot_be_read_ends_no_run(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise LookupError("a class that nobody knows")
