@@ -1,4 +1,4 @@
-"""The parser of LightningCLI, with prepared files and a readable help, and the callback that saves the configuration."""
+"""The parser of LightningCLI, with prepared files and a readable help, and the callback that saves its result."""
 
 import re
 from argparse import SUPPRESS, Action

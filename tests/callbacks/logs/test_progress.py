@@ -102,11 +102,6 @@ def test_without_max_steps_it_counts_batches_of_the_epoch(tmp_path, capsys):
     assert "4/4" in shown
 
 
-def test_a_metric_that_is_not_logged_is_left_out(tmp_path, capsys):
-    fit(tmp_path, LeanProgressBar(refresh_rate=1, metrics=("train_loss", "no_such")), max_steps=2)
-    assert "no_such" not in capsys.readouterr().out
-
-
 class Talks(Logging):
     def training_step(self, batch, batch_idx):
         self.talker.info("something to know")

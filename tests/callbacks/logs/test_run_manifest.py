@@ -1,7 +1,6 @@
 import json
 import os
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -426,41 +425,6 @@ def test_a_gpu_is_described(tmp_path):
     assert found["versions"]["cudnn"]
     assert found["flags"]["allocator"]
     assert found["precision"]["layers"] == {"Linear": {"param float32, compute bfloat16": 7}}
-
-
-def test_a_lazy_module_is_described_before_it_is_made(tmp_path):
-    class Lazy(Net):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.LazyLinear(1)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=torch.tensor(0.125))
-
-    manifest = RunManifest()
-    trainer(tmp_path, callbacks=[manifest], epochs=1).fit(Lazy(), loader())
-    assert manifest.manifest["model"]["parameters"]["not_made_yet"] == 2
-    assert manifest.manifest["optimizers"][0]["settings"]["lr"] == 0.125
-
-
-def test_a_batch_may_be_a_dataclass(tmp_path):
-    class Takes(Net):
-        def training_step(self, batch, index):
-            return super().training_step(batch.x, index)
-
-    data = DataLoader([Sample(torch.randn(8)) for _ in range(4)], batch_size=2, collate_fn=together)
-    manifest = RunManifest()
-    trainer(tmp_path, callbacks=[manifest], epochs=1).fit(Takes(), data)
-    assert manifest.manifest["batch"] == {"size": 2, "tensors": {"x": "float32 [2, 8]"}}
-
-
-@dataclass
-class Sample:
-    x: torch.Tensor
-
-
-def together(samples):
-    return Sample(torch.stack([sample.x for sample in samples]))
 
 
 def test_what_cannot_be_read_ends_no_run(tmp_path, monkeypatch):

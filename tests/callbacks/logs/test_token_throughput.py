@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
@@ -271,29 +271,6 @@ def test_nothing_waits_in_a_step(tmp_path, monkeypatch):
     assert throughput.summary.split_steps == 10
     assert waits == []
     assert len({id(event) for event in FakeEvent.made}) < 60  # of more than 32 + 11 x 10 marks: they are used again
-
-
-def test_the_host_pays_microseconds(tmp_path):
-    class Idle(LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(1))
-
-        def training_step(self, batch, index):
-            return (self.weight * 0).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    cost = []
-    for _ in range(3):
-        for callbacks in ([], [TokenThroughput(warmup_steps=2, table=False, unit="samples")]):
-            made = trainer(tmp_path, callbacks=callbacks, epochs=1)
-            start = time.process_time()  # whatever else runs on the machine
-            made.fit(Idle(), many(600))
-            cost.append((time.process_time() - start) / 300)
-    extra = min(cost[1::2]) - min(cost[::2])
-    assert extra < 500e-6, f"{extra * 1e6:.0f} microseconds a step"
 
 
 class FakeKernels:
