@@ -3,9 +3,8 @@
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -42,36 +41,25 @@ from lightning_ups.insight.throughput import (
 from lightning_ups.order import PolicyPrecision
 from lightning_ups.transforms.quoted import quoted
 
-__all__ = ["MeasuredRun", "Settings"]
+if TYPE_CHECKING:
+    from lightning_ups.callbacks.logs.token_throughput import TokenThroughput
+
+__all__ = ["MeasuredRun"]
 
 _SPLIT_EVERY = 11  # on a GPU, where a mark costs the host some microseconds; a prime, see Timeline
 _TRIES = 5  # of profiling, which validation, a checkpoint or the end of an epoch interrupts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """The arguments of `TokenThroughput`."""
-
-    unit: str
-    count: str | Callable[[Any], Any] | None
-    warmup_steps: int
-    inspect_at: int | None
-    split_every: int | None
-    flops_per_unit: float | None
-    peak_tflops: float | Mapping[str, float] | None
-    single_device: float | None
 
 
 class MeasuredRun:
     """Measures one fit, from the start of training to its end.
 
     Args:
-        settings: The arguments of the callback.
+        settings: The callback, with its arguments as attributes.
         trainer: The Trainer.
         began: When the fit began, by ``time.perf_counter``.
     """
 
-    def __init__(self, settings: Settings, trainer: Trainer, *, began: float) -> None:
+    def __init__(self, settings: "TokenThroughput", trainer: Trainer, *, began: float) -> None:
         self._settings, self._trainer, self._began = settings, trainer, began
         self._device = trainer.strategy.root_device
         on_gpu = self._device.type == "cuda"

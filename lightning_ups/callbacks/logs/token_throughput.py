@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.lightning.fit_loop import leaves_no_files
 from lightning_ups._compat.lightning.steps import was_skipped
-from lightning_ups.callbacks.logs.measured_run import MeasuredRun, Settings
+from lightning_ups.callbacks.logs.measured_run import MeasuredRun
 from lightning_ups.insight.throughput import Summary, first_change, given_peaks, text_table
 from lightning_ups.order import OnlyOne, Run, refuse_second, report_of
 from lightning_ups.order.arguments import check_finite, check_least
@@ -90,16 +90,9 @@ class TokenThroughput(Callback, OnlyOne):
                 " a function of the batch, or the name of a tensor in it."
             )
         given_peaks(1.0 if peak_tflops is None else peak_tflops, arithmetic="bf16")  # raises for invalid values
-        self.settings = Settings(
-            unit=unit,
-            count=count,
-            warmup_steps=warmup_steps,
-            inspect_at=inspect_at,
-            split_every=split_every,
-            flops_per_unit=flops_per_unit,
-            peak_tflops=peak_tflops,
-            single_device=single_device,
-        )
+        self.unit, self.count, self.single_device = unit, count, single_device
+        self.warmup_steps, self.inspect_at, self.split_every = warmup_steps, inspect_at, split_every
+        self.flops_per_unit, self.peak_tflops = flops_per_unit, peak_tflops
         self.progress_bar, self.table = progress_bar, table
         self.summary: Summary | None = None
         self._undo = ExitStack()
@@ -126,7 +119,7 @@ class TokenThroughput(Callback, OnlyOne):
 
     def open(self, trainer: Trainer) -> None:
         """Begin to measure, as fit does when training starts."""
-        run = self._run = MeasuredRun(self.settings, trainer, began=getattr(self, "_fit_began", time.perf_counter()))
+        run = self._run = MeasuredRun(self, trainer, began=getattr(self, "_fit_began", time.perf_counter()))
         run.listen(trainer)
         self._undo.callback(run.close, trainer)
         bar = trainer.progress_bar_callback

@@ -1,5 +1,5 @@
 """Exact resuming within an epoch: the same samples, and the same random numbers."""
 
-from lightning_ups.state.resume.resumption import RESUME_KEY, Connection, OnUnreplayable, Progress, Resumption
+from lightning_ups.state.resume.resumption import RESUME_KEY, Connection, OnUnreplayable, Resumption
 
-__all__ = ["RESUME_KEY", "Connection", "OnUnreplayable", "Progress", "Resumption"]
+__all__ = ["RESUME_KEY", "Connection", "OnUnreplayable", "Resumption"]

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 from uuid import uuid4
 
@@ -26,30 +25,11 @@ from lightning_ups._compat.lightning.fit_loop import (
 from lightning_ups.state.resume.loader import FollowedLoader
 from lightning_ups.transforms.random_state import random_state, restore_random_state, seed_from
 
-__all__ = ["RESUME_KEY", "Connection", "OnUnreplayable", "Progress", "Resumption"]
+__all__ = ["RESUME_KEY", "Connection", "OnUnreplayable", "Resumption"]
 
 RESUME_KEY = "lightning_ups.resume"  # the key in a checkpoint
 OnUnreplayable = Literal["warn", "refuse"]
 _CURE = "Let the loader have a state_dict, or draw random numbers from the sample's index."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """The progress of the training loop.
-
-    Args:
-        taken: Batches of this epoch whose step was made.
-        epoch_over: Whether the last batch was among them.
-        within_step: Whether a step is in progress.
-        accumulating: Whether gradients of earlier batches wait for the optimizer step.
-        restarted: For each loader, whether it was exhausted in this epoch and started again.
-    """
-
-    taken: int
-    epoch_over: bool = False
-    within_step: bool = False
-    accumulating: bool = False
-    restarted: Sequence[bool] = ()
 
 
 class Resumption:
@@ -164,32 +144,46 @@ class Resumption:
 
     # Saving and loading
 
-    def state(self, progress: Progress) -> dict[str, Any]:
+    def state(
+        self,
+        *,
+        taken: int,
+        epoch_over: bool = False,
+        within_step: bool = False,
+        accumulating: bool = False,
+        restarted: Sequence[bool] = (),
+    ) -> dict[str, Any]:
         """Return this rank's part of the state.
+
+        Args:
+            taken: Batches of this epoch whose step was made.
+            epoch_over: Whether the last batch was among them.
+            within_step: Whether a step is in progress.
+            accumulating: Whether gradients of earlier batches wait for the optimizer step.
+            restarted: For each loader, whether it was exhausted in this epoch and started again.
 
         Raises:
             ValueError: If something cannot be replayed, and that must be refused.
         """
         self.review()
-        if progress.within_step:
+        if within_step:
             reason = "a step that a checkpoint is saved amid, as after an error, is made again"
             self.name(reason, cure="Save when a step is over, as ModelCheckpoint does.")
-        if progress.accumulating:
+        if accumulating:
             reason = "gradients of this accumulation so far are not in a checkpoint"
             self.name(
                 reason, cure="Save when its optimizer step is made, as ModelCheckpoint(every_n_train_steps=...) does."
             )
-        over = progress.epoch_over
         self._is_early = self._saved is not None
         return {
             "run": self._run,
             "rank": self._rank,
             "num_ranks": self._num_ranks,
             "random": random_state(self._generators) if self._now is None else self._now,
-            "taken": progress.taken,
-            "restarted": list(progress.restarted),
-            "loaders": None if over else [loader.position(progress.taken) for loader in self._loaders],
-            "ends": [loader.end() for loader in self._loaders] if over else None,
+            "taken": taken,
+            "restarted": list(restarted),
+            "loaders": None if epoch_over else [loader.position(taken) for loader in self._loaders],
+            "ends": [loader.end() for loader in self._loaders] if epoch_over else None,
         }
 
     def is_own(self, states: Sequence[dict[str, Any]], *, process: int) -> bool:
@@ -322,13 +316,11 @@ class Connection:
             self._resumption.name(reason, cure="Save after another step, or when validation is over.")
         self._name_what_lightning_changes()
         own = self._resumption.state(
-            Progress(
-                taken=batches_taken(self._trainer),
-                epoch_over=is_epoch_over(self._trainer),
-                within_step=is_within_step(self._trainer),
-                accumulating=in_accumulation(self._trainer),
-                restarted=restarted_loaders(self._trainer),
-            )
+            taken=batches_taken(self._trainer),
+            epoch_over=is_epoch_over(self._trainer),
+            within_step=is_within_step(self._trainer),
+            accumulating=in_accumulation(self._trainer),
+            restarted=restarted_loaders(self._trainer),
         )
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return {"ranks": [own]}

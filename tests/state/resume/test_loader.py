@@ -9,7 +9,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
-from lightning_ups.state.resume import Progress, Resumption
+from lightning_ups.state.resume import Resumption
 
 
 def resumption(**options):
@@ -23,7 +23,7 @@ def epoch(loaders, *, take, resume):
     iterator = iter(loader)
     taken = resume.taken or 0
     batches = [next(iterator).tolist() for _ in range(take)]
-    return batches, resume.state(Progress(taken=taken + take)), iterator
+    return batches, resume.state(taken=taken + take), iterator
 
 
 class ReadsAhead:
@@ -84,7 +84,7 @@ def test_a_loader_whose_end_was_read_ahead_has_its_generator_as_it_was(take):
     _, _, iterator = epoch(loader, take=min(take, 6), resume=resume)
     if take > 6:
         assert next(iterator, None) is None
-    state = resume.state(Progress(taken=take))  # more than it has, where other loaders go on
+    state = resume.state(taken=take)  # more than it has, where other loaders go on
     expected = rest(resume, iterator, loader, generator)
     later = resumption()
     later.load([state], process=0)
@@ -138,7 +138,7 @@ def test_a_sampler_whose_draws_mix_with_others_is_found():
     for _ in range(3):
         next(iterator)
         random.random()  # the training step
-    state = resume.state(Progress(taken=3))
+    state = resume.state(taken=3)
     later = resumption()
     later.load([state], process=0)
     with pytest.raises(ValueError, match="does not give the samples"):
@@ -149,7 +149,7 @@ def test_too_much_read_ahead_is_told():
     resume = resumption()
     epoch(DataLoader(range(200), batch_size=1), take=100, resume=resume)
     with pytest.raises(RuntimeError, match=r"Read fewer batches ahead\.$"):
-        resume.state(Progress(taken=3))
+        resume.state(taken=3)
 
 
 def ranks_of(num, *, batch_size, samples=48):
@@ -223,7 +223,7 @@ def saved(loader, *, over, **ranks):
     """Return the state after three batches, of which it may be said that they were all."""
     resume = resumption(**ranks)
     _, state, _ = epoch(loader, take=3, resume=resume)
-    return resume.state(Progress(taken=3, epoch_over=True)) if over else state
+    return resume.state(taken=3, epoch_over=True) if over else state
 
 
 def read_on(state, loader, **options):

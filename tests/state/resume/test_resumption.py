@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ups.state.resume import Connection, Progress, Resumption
+from lightning_ups.state.resume import Connection, Resumption
 from tests.toys import Net, data, trainer
 
 
@@ -34,11 +34,11 @@ def test_or_refused_before_the_first_batch():
 def test_a_save_within_an_accumulation_is_told():
     resume = Resumption(on_unreplayable="warn")
     with pytest.warns(UserWarning, match="gradients of this accumulation so far"):
-        resume.state(Progress(taken=0, accumulating=True))
+        resume.state(taken=0, accumulating=True)
 
 
 def test_what_was_saved_before_there_was_a_loader_begins_at_the_beginning():
-    state = Resumption(on_unreplayable="warn").state(Progress(taken=0))
+    state = Resumption(on_unreplayable="warn").state(taken=0)
     later = Resumption(on_unreplayable="refuse")
     later.load([state], process=0)
     (stand_in,) = later.follow([DataLoader(range(3))])
@@ -48,7 +48,7 @@ def test_what_was_saved_before_there_was_a_loader_begins_at_the_beginning():
 def test_fewer_loaders_than_positions():
     resume = Resumption(on_unreplayable="warn")
     resume.follow([DataLoader(range(3)), DataLoader(range(3))])
-    state = resume.state(Progress(taken=0))
+    state = resume.state(taken=0)
     later = Resumption(on_unreplayable="warn")
     later.load([state], process=0)
     with pytest.raises(ValueError, match="positions of 2 training loaders, and there are 1"):
@@ -77,7 +77,7 @@ def test_workers_that_draw_are_told_by_the_second_batch(policy):
 
 def test_a_process_that_is_new_draws_its_own_numbers():
     torch.manual_seed(0)
-    state = Resumption(on_unreplayable="warn").state(Progress(taken=0, epoch_over=True))
+    state = Resumption(on_unreplayable="warn").state(taken=0, epoch_over=True)
     drawn = []
     for process in (0, 1):
         resume = Resumption(on_unreplayable="warn", rank=process, num_ranks=2)
