@@ -222,3 +222,21 @@ class Replacing(SingleDeviceStrategy):
             for name, parameter in [*module.named_parameters(recurse=False)]:
                 setattr(module, name, nn.Parameter(parameter.detach().clone()))
         super().setup(trainer)
+
+
+class Unannotated(Toy):
+    """Says of its width neither what it is nor what it is by default."""
+
+    def __init__(self, wide, act="gelu"):
+        super().__init__(width=8 if wide is None else wide)
+
+
+class OtherPart(Part):
+    """Another one."""
+
+
+class Plain(Toy):
+    """Takes nothing."""
+
+    def __init__(self):
+        super().__init__()

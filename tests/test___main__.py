@@ -180,3 +180,30 @@ def test_a_console_script_finds_modules_where_it_runs(tmp_path):
     (tmp_path / "here.py").write_text("")
     code = "import sys; sys.path.remove(''); from lightning_ups.__main__ import main; main(['--version']); import here"
     assert process("-c", code, cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["presets"], ["--help"]])
+def test_output_that_no_one_reads_is_no_traceback(words, unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    ran = subprocess.run(
+        [sys.executable, "-m", "lightning_ups", *words],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (141, "")
+
+
+def test_a_pipe_of_the_users_that_breaks_keeps_its_traceback(monkeypatch):
+    def write(words):
+        raise BrokenPipeError("of a worker")
+
+    monkeypatch.setattr(command_line, "_run", write)
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        main([])

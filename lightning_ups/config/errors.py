@@ -3,12 +3,14 @@
 import dis
 import os
 import re
+import select
 import signal
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable
 from types import FrameType
+from typing import IO
 
 __all__ = ["broken_package", "cure_of_broken", "report_errors", "short_text", "unwrapped"]
 
@@ -17,6 +19,7 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 # Packages whose frames are not the user's code.
 _LIBRARIES = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "torch", "contextlib", "functools"}
 _FILE_SYSTEMS = {"os", "pathlib", "fsspec", "s3fs", "gcsfs", "adlfs"}
+_SIGPIPE = 13  # `signal` has no such name on Windows
 _RESTORES = "_CheckpointConnector"  # Lightning's class that restores a checkpoint
 # Lightning raises this for a wrong setting; some of its functions raise other types for one.
 _REFUSAL = "MisconfigurationException"
@@ -28,7 +31,23 @@ Frames = list[tuple[FrameType, int]]
 def report_errors(run: Callable[[], int], *, debug: bool) -> int:
     """Return the exit code of `run`; print a short text for its error if there is one, to `debug` a traceback too."""
     try:
-        return run()
+        return _report_errors(run, debug=debug)
+    except BrokenPipeError:
+        closed = [output for output in (sys.stdout, sys.stderr) if _has_no_reader(output)]
+        if not closed:
+            raise
+        for output in closed:  # or Python fails when it flushes them at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+        return 128 + _SIGPIPE
+
+
+def _report_errors(run: Callable[[], int], *, debug: bool) -> int:
+    try:
+        code = run()
+        print(end="", flush=True)  # so that a closed pipe fails here
+        return code
+    except BrokenPipeError:
+        raise
     except KeyboardInterrupt:
         return _signaled("Interrupted.", signal.SIGINT)
     except SystemExit as stop:
@@ -36,6 +55,8 @@ def report_errors(run: Callable[[], int], *, debug: bool) -> int:
             return _signaled("Interrupted.", signal.SIGINT)
         if type(stop).__name__ == "SIGTERMException":
             return _signaled("Terminated by SIGTERM.", signal.SIGTERM)
+        if isinstance(stop.__context__, BrokenPipeError):  # rich has replaced stdout, and exits
+            return 128 + _SIGPIPE
         raise
     except Exception as error:
         text = short_text(error)
@@ -56,6 +77,16 @@ def report_errors(run: Callable[[], int], *, debug: bool) -> int:
 def _signaled(text: str, by: signal.Signals) -> int:
     print(text, file=sys.stderr, flush=True)
     return 128 + by
+
+
+def _has_no_reader(output: IO[str]) -> bool:
+    """Return whether `output` is a pipe whose reader has ended, as in ``| head -1``."""
+    try:
+        pipe = select.poll()
+        pipe.register(output.fileno(), 0)
+    except (OSError, ValueError):  # not a file
+        return False
+    return any(event & select.POLLERR for _, event in pipe.poll(0))
 
 
 def _rank() -> str:

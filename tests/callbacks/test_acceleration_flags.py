@@ -2,9 +2,11 @@ import gc
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_ups._compat.torch.flags import read_attention, read_tf32
 from lightning_ups.callbacks import AccelerationFlags, Compile
 from lightning_ups.order import applied
 from lightning_ups.transforms.flags import current_flags
@@ -184,6 +186,32 @@ def test_what_is_chosen_in_a_later_step_is_reported_too(tmp_path, monkeypatch):
     assert resting == [False, *[True] * 7]
 
 
+def test_what_a_named_kernel_does_is_not_told_as_a_choice_of_an_earlier_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset({"fa4"}))
+    monkeypatch.setattr("lightning_ups.kernels.attention.auto._DECIDED", {})  # of other tests
+    parts = []
+    for asked in ("auto", ["flash", "auto"]):
+        model = Attention()
+        model.on_train_end = lambda model=model: parts.append(applied(model.trainer.strategy).report.parts)
+        trainer(tmp_path, callbacks=[AccelerationFlags(attention=asked)], epochs=1).fit(model, loader())
+    assert "attention_chosen" in parts[0]["AccelerationFlags"]
+    assert "attention_chosen" not in parts[1]["AccelerationFlags"]
+    assert parts[1]["AccelerationFlags"]["lines"] == ["attention=['flash', 'auto']"]
+
+
+def test_a_model_that_does_not_attend_is_told_of_after_one_that_did(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset())
+    monkeypatch.setattr("lightning_ups.kernels.attention.routing._CALLED", {})
+    for model in (Attention(), Net()):
+        parts = {}
+        model.on_train_end = lambda model=model, parts=parts: parts.update(
+            applied(model.trainer.strategy).report.parts["AccelerationFlags"]
+        )
+        trainer(tmp_path, callbacks=[AccelerationFlags(attention="auto")], epochs=1).fit(model, loader())
+    assert "attention_chosen" not in parts
+    assert "no effect so far" in parts["lines"][-1]
+
+
 @pytest.mark.parametrize("asked", ["auto", ["flex", "flash", "math"]])
 @pytest.mark.parametrize("attends", [False, True])
 def test_kernels_that_nothing_asks_for_are_told_of(attends, asked, tmp_path, monkeypatch, caplog):
@@ -222,6 +250,14 @@ def test_a_call_that_no_allowed_kernel_takes_ends_with_the_cure(asked, tmp_path)
     trainer(tmp_path, callbacks=[more]).fit(Dropping(), loader())
 
 
+def test_nothing_asked_is_nothing_said(tmp_path):
+    report, model = {}, Watched()
+    model.on_train_start = lambda: report.update(applied(model.trainer.strategy).report.parts)
+    trainer(tmp_path, callbacks=[AccelerationFlags()], epochs=1).fit(model, loader())
+    assert report["AccelerationFlags"]["lines"] == []
+    assert report["AccelerationFlags"]["in_effect"]["attention"]
+
+
 def test_garbage_is_collected_at_its_batches_and_sanity_checking_does_not_count(tmp_path):
     collected, model = [], Validated()
 
@@ -236,6 +272,36 @@ def test_garbage_is_collected_at_its_batches_and_sanity_checking_does_not_count(
     finally:
         gc.callbacks.remove(watch)
     assert [step for step in collected if step] == [1, 3, 6]
+
+
+def test_values_are_typed_for_the_command_line():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(AccelerationFlags, "flags")
+    config = parser.parse_string(
+        "flags: {tf32: true, attention: [cudnn, flash], expandable_segments: true, gc_interval: 50}"
+    )
+    assert parser.instantiate_classes(config).flags.flags.asked == {
+        "tf32": True,
+        "attention": ["cudnn", "flash"],
+        "expandable_segments": True,
+        "gc_interval": 50,
+    }
+    with pytest.raises(Exception, match="flsh"):
+        parser.parse_string("flags: {attention: [flsh]}")
+
+
+def test_late_logs_are_on_or_off():
+    assert AccelerationFlags().late_logs
+    assert not AccelerationFlags(late_logs=False).late_logs
+
+
+def test_making_it_touches_nothing():
+    def switches():
+        return read_attention(), read_tf32(), torch.backends.cudnn.benchmark, gc.isenabled(), gc.get_threshold()
+
+    before = switches()
+    AccelerationFlags(tf32=True, cudnn_benchmark=True, attention=["math"], gc_interval=5)
+    assert switches() == before
 
 
 @pytest.mark.gpu(capability=(8, 0))

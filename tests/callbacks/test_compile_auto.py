@@ -357,6 +357,14 @@ class Twice(Keeper):
         return super().training_step(batch, index) + self.core(batch * 2)["out"].mean()
 
 
+class TwiceLater(Keeper):
+    """Calls the model for a second time once it is recorded."""
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        return loss + self.core(batch * 2)["out"].mean() if self.global_step > 3 else loss
+
+
 class Apart(Keeper):
     def __init__(self):
         super().__init__()
@@ -375,6 +383,13 @@ def test_all_graphs_of_a_step_are_replayed(tmp_path, monkeypatch, reports, modul
     assert actual == expected
     assert len(backends.RECORDED) == 2 * 2 * (9 + 3)
     assert lines(reports[0])[-1].startswith("mode auto: CUDA graphs, since launching takes 12.2 ms")
+
+
+def test_a_second_call_in_a_step_does_not_touch_the_recording(tmp_path, monkeypatch):
+    expected = plain(tmp_path, monkeypatch, module=TwiceLater)
+    actual = run(tmp_path, monkeypatch, auto(), module=TwiceLater, clock=FixedClock(6.1, 5.2))
+    assert actual == expected
+    assert len(backends.RECORDED) == 2 * (9 + 3)
 
 
 class Manual(Keeper):
@@ -569,6 +584,16 @@ def test_a_backward_may_come_in_a_later_step(tmp_path, monkeypatch):
     actual = run(tmp_path, monkeypatch, auto(), module=Late, clock=FixedClock(6.1, 5.2), **LONG)
     assert actual == expected
     assert len(backends.RECORDED) == 2 * (3 + 3)  # every second step, after the first two
+
+
+@pytest.mark.slow
+def test_inductor_compiles_for_the_recording_what_it_compiles_without(tmp_path, monkeypatch, reports):
+    monkeypatch.setattr("lightning_ups.callbacks.compile._RECORDING", ("inductor",))
+    monkeypatch.setattr(Recording, "count", 1)  # which a CPU does not make
+    expected = run(tmp_path, monkeypatch, Compile(scope="model"))
+    actual = run(tmp_path, monkeypatch, auto(backend="inductor"), clock=FixedClock(6.1, 5.2))
+    assert lines(reports[0])[-1].startswith("mode auto: CUDA graphs")
+    assert actual == expected
 
 
 class Costly(FixedClock):

@@ -242,6 +242,13 @@ def test_what_replays_graphs_after_a_run_is_not_recorded_in_each_call(monkeypatc
     assert recorded_by_torch(device) - before <= 2
 
 
+def test_a_second_fit_on_the_same_device(monkeypatch):
+    first, _ = fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2))
+    second, _ = fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2))
+    assert second.values == first.values
+    assert second.report["chosen"]["mode"] == "reduce-overhead"
+
+
 def as_it_is(module, batch, index):
     return batch
 
@@ -429,7 +436,27 @@ def test_gradients_that_are_kept_stay_as_they_are_after_the_run(monkeypatch, mod
     assert reserved_by_recordings() == 0
 
 
+class ManyKernels(Tiny):
+    """Launches more kernels than a queue takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(*(nn.Linear(17, 17) for _ in range(400)))
+
+    def loss(self, batch):
+        return self.model(batch.float() / 64).square().mean()
+
+    def predict_step(self, batch, index):
+        return batch
+
+
 # With the clock of the device itself.
+
+
+@pytest.mark.slow
+def test_a_model_of_more_kernels_than_a_queue_takes_is_timed(monkeypatch):
+    facts = chosen(monkeypatch, "reduce-overhead", module=ManyKernels)
+    assert facts.get("mode") == "reduce-overhead", facts
 
 
 class Large(Tiny):

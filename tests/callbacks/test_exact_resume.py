@@ -409,6 +409,12 @@ def test_an_unknown_choice():
         ExactResume(on_unreplayable="ignore")
 
 
+def test_the_trainer_is_left_as_it_was(tmp_path):
+    loader = stock()()
+    run(tmp_path, lambda: loader)
+    assert type(loader) is DataLoader
+
+
 def test_a_run_that_it_follows_is_the_run_that_it_would_have_been(tmp_path):
     followed = run(tmp_path, stock())
     assert run(tmp_path, stock(), callbacks=[], folder="other") == followed

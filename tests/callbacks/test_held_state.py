@@ -6,7 +6,9 @@ import queue
 import random
 import re
 import sys
+import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -14,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import TokenThroughput
+from lightning_ups.callbacks.logs.measured_run import MeasuredRun
 from tests.callbacks.held_state import HOLDERS, Gan, Holding
 from tests.toys import Net, trainer
 
@@ -204,3 +207,49 @@ def test_an_optimizer_that_is_held_steps_for_the_run_alone(tmp_path):
     torch.testing.assert_close(counted.losses, plain.losses, rtol=0, atol=0)
     assert counted.schedule.last_epoch == plain.schedule.last_epoch == 4
     assert summary.flops is not None, summary.why_no_mfu
+
+
+class Data:
+    """A dataset of 64 MB in one, of 256 in pieces, of texts and of objects."""
+
+    def __init__(self):
+        self.array, self.tensor = np.zeros(2**23), torch.zeros(2**16)
+        self.rows, self.pairs = ["text"] * 2**22, [(n, [n]) for n in range(2**17)]
+        self.pieces = [np.zeros(2**14) for _ in range(2000)]
+
+    def first(self):
+        return self.array[0] + self.pieces[-1][0]
+
+
+def test_data_that_are_held_are_not_copied(tmp_path):
+    module = Holding(Data, Data.first)
+    sizes = []
+
+    def measured(self, batch):
+        tracemalloc.start()
+        begin(self, batch)
+        sizes.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+
+    begin = MeasuredRun._first_batch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MeasuredRun, "_first_batch", measured)
+        summary = fitted(tmp_path, module, counts=True)
+    assert summary.flops.model == 2 * LAYER
+    assert sizes[0] < 2**27, "of 350 MB"
+
+
+@pytest.mark.parametrize(
+    "write", [np.ndarray.sort, lambda array: array.fill(1), lambda array: torch.from_numpy(array).add_(1)]
+)
+def test_a_large_array_cannot_be_written(tmp_path, write):
+    def advance(array):
+        write(array)
+        return array[-1]
+
+    plain, counted = (Holding(lambda: np.arange(2.0**18)[::-1].copy(), advance) for _ in range(2))
+    fitted(tmp_path, plain, counts=False)
+    summary = fitted(tmp_path, counted, counts=True)
+    assert_same(plain, counted)
+    assert np.array_equal(plain.held, counted.held)
+    assert summary.flops is None

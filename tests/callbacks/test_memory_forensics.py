@@ -283,3 +283,17 @@ def test_nothing_stays_on_the_module(tmp_path):
     fit(callback, module=module, folder=tmp_path, expect=None)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
     assert callback._batch is None
+
+
+class Loading(Odd):
+    """Has a ``configure_model`` that needs the machine, and does not run on the meta device."""
+
+    def configure_model(self):
+        if next(self.parameters()).is_meta:
+            raise FileNotFoundError("no such file as weights.bin")
+
+
+def test_an_error_while_planning_does_not_hide_the_one_that_counts(tmp_path):
+    error = fit(MemoryForensics(), module=Loading(), folder=tmp_path, plugins=None)
+    assert "Out of memory on cpu" in str(error)
+    assert "could not be counted: FileNotFoundError: no such file as weights.bin" in str(error)

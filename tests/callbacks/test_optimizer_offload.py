@@ -83,6 +83,36 @@ def test_where_there_is_one_kernel_chunks_are_stepped_by_it(tmp_path, monkeypatc
         assert torch.equal(module.state_dict()[name], value), name
 
 
+class ByHand(Scheduled):
+    """Clips and steps by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+    def on_train_epoch_end(self):
+        self.lr_schedulers().step()
+
+
+@pytest.mark.parametrize("weights", ["autocast", "masters"])
+@pytest.mark.parametrize("offloads", [False, True], ids=["on the device", "offloaded"])
+def test_gradients_that_are_clipped_by_hand_are_clipped(tmp_path, weights, offloads):
+    losses = []
+    for module, options in ((Scheduled(), {"gradient_clip_val": 0.1}), (ByHand(), {})):
+        callbacks = [OptimizerOffload(chunk_mb=0.001)] if offloads else []
+        t = trainer(tmp_path, callbacks=callbacks, plugins=[BF16Precision(weights=weights)], **options)
+        t.fit(module, loader(8))
+        losses.append(torch.stack(module.losses))
+    assert torch.equal(*losses)
+
+
 def without_size(options):
     return {name: value for name, value in options.items() if name != "size"}
 
@@ -303,4 +333,31 @@ def test_a_first_step_that_is_left_out_is_no_first_step(tmp_path, update):
     for module, callbacks in ((right, []), (ours, [OptimizerOffload(update=update)])):
         trainer(tmp_path, callbacks=[StepGuard(), *callbacks], epochs=1).fit(module, loader(2))
     assert len(ours.losses) == 4
+    assert torch.equal(torch.stack(ours.losses), torch.stack(right.losses))
+
+
+class TwoByHand(Net):
+    """The second optimizer, which alone keeps state, steps for the first time at the second batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        for optimizer in self.optimizers()[: index + 1]:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers()[: index + 1]:
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.head.parameters(), lr=0.1), torch.optim.AdamW(self.layers.parameters())]
+
+
+def test_an_optimizer_that_steps_later_counts_too(tmp_path):
+    right, ours = TwoByHand(), TwoByHand()
+    for module, callbacks in ((right, []), (ours, [callback := OptimizerOffload()])):
+        trainer(tmp_path, callbacks=callbacks, epochs=1).fit(module, loader(2))
+    assert callback._report is None
     assert torch.equal(torch.stack(ours.losses), torch.stack(right.losses))

@@ -350,6 +350,21 @@ def test_sparse_gradients_are_watched_and_skipped(tmp_path, plugins):
     assert same(guarded, same_bits)
 
 
+MADE_BEFOREHAND = {  # have their state before the first step, and so nothing is new after one that was left out
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", MADE_BEFOREHAND)
+def test_master_weights_may_begin_with_a_bad_step(tmp_path, kind):
+    guarded, without = (Bad(bad, optimizer=MADE_BEFOREHAND[kind]) for bad in ([0], []))
+    fit(tmp_path, guarded, guard := StepGuard(), plugins=[BF16Precision(weights="masters")])
+    fit(tmp_path, without, data=batches(without=[0]), plugins=[BF16Precision(weights="masters")])
+    assert same(guarded, without)
+    assert [event.step for event in guard.events] == [0]
+
+
 def test_bad_steps_in_a_row_end_the_run(tmp_path):
     with pytest.raises(RuntimeError, match=r"Step 7 .*These are 4 bad steps in a row.*Lower the learning rate"):
         fit(tmp_path, Bad(range(4, 24)), StepGuard(max_in_a_row=3))

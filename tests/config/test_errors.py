@@ -170,3 +170,34 @@ def test_what_is_not_wrapped_stays():
 def test_nothing_heavy_is_imported():
     code = "import sys; import lightning_ups.config.errors; assert not {'torch', 'lightning'} & {*sys.modules}"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+PIPED = """
+import sys
+from lightning_ups.config.errors import report_errors
+sys.stdin.read()  # until the reader has ended
+def run():
+    {body}
+    return 0
+sys.exit(report_errors(run, debug=False))
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "closed"),
+    [
+        ("print('x' * 100_000)", "stdout"),
+        ("import rich.console; rich.console.Console().print('x')", "stdout"),  # which ends by itself
+        ("from lightning_ups.config import presets; presets.text('none of them')", "stderr"),
+        ("raise KeyboardInterrupt", "stderr"),
+    ],
+)
+def test_a_pipe_whose_reader_has_ended_is_141(body, closed):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    words = [sys.executable, "-c", PIPED.format(body=body)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, text=True, **pipes) as process:
+        getattr(process, closed).close()
+        process.stdin.close()
+        other = process.stderr if closed == "stdout" else process.stdout
+        assert other.read() == ""
+        assert process.wait(60) == 141

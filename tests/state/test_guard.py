@@ -284,3 +284,12 @@ def test_what_comes_after_a_step_is_undone(tmp_path):
     assert saved.undo(step=3) == [tmp_path / "4"]
     assert saved.undo(step=3) == []
     assert saved.newest(step=9, layout=layout) == tmp_path / "1"
+
+
+def test_what_no_step_writes_is_not_written_back():
+    """It may be one number shown as many, as in `expand`, which nobody can write to."""
+    module = Norms()
+    module.register_buffer("shown", torch.arange(1.0).expand(4))
+    kept = KeptBuffers(module)
+    stepped(kept, module, BAD)
+    assert module.table._version == 0

@@ -87,7 +87,18 @@ def _must_have(part: object, *methods: str) -> None:
 
 
 def _encoded(prompt: str, data: Any) -> Tensor:
-    made = torch.as_tensor(data.encode(prompt))
+    tokens = data.encode(prompt)
+    try:
+        made = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError):  # torch raises these for values that make no tensor
+        made = torch.empty(())
+    if made.dim() != 1 or (made.numel() and made.is_floating_point()):
+        raise TypeError(
+            f"{type(data).__name__}.encode returned a {type(tokens).__name__} instead of a list of tokens:"
+            f" {str(tokens)[:80]}."
+            " TextSample encodes its prompt with it."
+            " Let encode return a list of integers."
+        )
     if not made.numel():
         raise ValueError(
             f"TextSample(prompt={prompt!r}) encodes to no tokens."

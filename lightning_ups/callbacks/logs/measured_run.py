@@ -251,6 +251,7 @@ class MeasuredRun:
             rank_zero_info(f"TokenThroughput counts {self._unit}, {where}, which unit='auto' found in the first batch.")
         self._names = f"throughput/{self._unit}"
         count = self._count(batch)
+        _check_count(count)
         peaks, arithmetic = self._peaks()
         if peaks is None:
             return
@@ -394,6 +395,20 @@ class MeasuredRun:
             ranks=ranks,
             hints=_hints(trainer),
             **found,
+        )
+
+
+def _check_count(found: Any) -> None:
+    if isinstance(found, Tensor):  # its value is not read, to avoid a synchronization
+        ok, what = found.numel() == 1, f"a tensor {[*found.shape]}"
+    elif getattr(found, "shape", ()) != ():
+        ok, what = False, f"an array {[*found.shape]}"
+    else:
+        ok, what = hasattr(found, "__float__"), f"{found!r}, a {type(found).__name__}"
+    if not ok:
+        raise ValueError(
+            f"TokenThroughput(count=...) returned {what} for the first batch instead of the number of its units."
+            " Return a number, or a tensor of one element (such as mask.sum())."
         )
 
 

@@ -357,9 +357,14 @@ def _config(trainer: Trainer) -> Any:
 
 def _shape_of(batch: Any) -> dict[str, Any]:
     tensors = tensors_of(batch)
-    shapes = {name: f"{dtype_name(tensor.dtype)} {[*tensor.shape]}" for name, tensor in [*tensors.items()][:16]}
+    shapes = {name: f"{dtype_name(tensor.dtype)} [{_sizes(tensor)}]" for name, tensor in [*tensors.items()][:16]}
     sized = [tensor.size(0) for tensor in tensors.values() if tensor.dim()]
     return {"size": sized[0] if sized else None, "tensors": shapes}
+
+
+def _sizes(tensor: Tensor) -> str:
+    ragged = tensor.is_nested and tensor.layout == torch.strided  # has no shape
+    return ", ".join(map(str, [tensor.size(0), *["*"] * (tensor.dim() - 1)] if ragged else tensor.shape))
 
 
 _FORBIDDEN, _LONGEST_NAME = re.compile(r"[^0-9A-Za-z_\-. :/]"), 250  # in names, required by MLflow

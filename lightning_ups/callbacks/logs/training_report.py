@@ -72,6 +72,7 @@ class TrainingReport(Callback):
         self._began = datetime.now()
         self._undo = ExitStack()
         self._open = False
+        self._of_another_fit: tuple[Any, Any] = (None, None)
 
     # Hooks
 
@@ -83,6 +84,7 @@ class TrainingReport(Callback):
             return
         self._folder = run_folder(trainer)  # asks the other ranks: every rank has to
         self._history, self._began, self.path = History(), datetime.now(), None
+        self._of_another_fit = _kept(trainer)
         if self._tells:  # only in a run that writes a page
             rank_zero_info("TrainingReport writes no PNGs: pip install 'lightning-ups[report]' for them.")
         if trainer.is_global_zero and trainer.loggers:
@@ -156,7 +158,12 @@ class TrainingReport(Callback):
         manifest = _found(trainer, RunManifest)
         throughput = _found(trainer, TokenThroughput)
         summary = throughput.summary if throughput is not None else None
+        # If a fit fails in setup, other callbacks may still hold values of an earlier run.
+        if summary is self._of_another_fit[0]:
+            summary = None
         known = manifest.manifest if manifest is not None else {}
+        if known is self._of_another_fit[1]:
+            known = {}
         module = type(trainer.lightning_module).__name__
         duration = datetime.now() - self._began
         parts = [
@@ -235,6 +242,14 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
 
 def _found(trainer: Trainer, kind: type) -> Any:
     return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)  # type: ignore[attr-defined]
+
+
+def _kept(trainer: Trainer) -> tuple[Any, Any]:
+    """Return the throughput summary and the manifest that an earlier fit left."""
+    throughput, manifest = _found(trainer, TokenThroughput), _found(trainer, RunManifest)
+    known = manifest.manifest if manifest is not None else {}
+    ended = bool(known) and known["run"]["status"] != "running"
+    return (throughput.summary if throughput is not None else None), (known if ended else None)
 
 
 def _without_run(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 
 from lightning_ups.callbacks.logs.language_model import TextSample, UnigramBaseline
+from lightning_ups.precision import BF16Precision
 from tests.toys import Net, data, loader, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -186,3 +187,31 @@ def test_a_datamodule_without_entropy_is_told_before_training(tmp_path):
 
     with pytest.raises(TypeError, match=r"in Bare\..*take UnigramBaseline out of the callbacks\.$"):
         trainer(tmp_path, callbacks=[UnigramBaseline()]).fit(Validated(), datamodule=Bare())
+
+
+def test_says_nothing_of_the_precision_once_the_run_has_said_it(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        fit(tmp_path, TextSample(), plugins=[BF16Precision()])
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Precision:")]
+    assert said == ["Precision: BF16Precision computes in bfloat16, by autocast"]
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor([[97, 98]]), [[97, 98]], [0.5], "ab", object()])
+def test_what_is_no_list_of_tokens_is_told_before_training(tmp_path, tokens):
+    class Odd(Letters):
+        def encode(self, text):
+            return tokens
+
+    module, kind = Writer(), type(tokens).__name__
+    with pytest.raises(TypeError, match=rf"Odd\.encode returned a {kind} .*Let encode return a list of integers\.$"):
+        fit(tmp_path, TextSample(prompt="ab"), module=module, datamodule=Odd())
+    assert module.losses == []
+
+
+def test_a_prompt_of_unknown_letters_is_told_before_training(tmp_path):
+    class Few(Letters):
+        def encode(self, text):
+            return [ord(letter) for letter in text if letter in "xyz"]
+
+    with pytest.raises(ValueError, match=r"TextSample\(prompt='ab'\).*a text that the datamodule has tokens for\.$"):
+        fit(tmp_path, TextSample(prompt="ab"), datamodule=Few())

@@ -1,4 +1,5 @@
 import signal
+import threading
 import warnings
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -294,6 +295,52 @@ def test_a_device_that_does_not_answer_is_left_after_a_while(tmp_path, late_devi
     assert late_device.waits == []
 
 
+class Monitor(Callback):
+    """Logs from a thread of its own, as a monitor of GPUs does."""
+
+    def __init__(self, logger):
+        self.logger, self.threads = logger, []
+
+    def tell(self):
+        self.threads.append(threading.Thread(target=self.logger.log_metrics, args=({"gpu": 1.0}, 0), daemon=True))
+        self.threads[-1].start()
+
+
+class FromThreads(Rows):
+    """Knows the threads from which it was called, and holds back every thread but its own until it is told."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.own, self.called, self.go_on, self.entered = (
+            threading.get_ident(),
+            [],
+            threading.Event(),
+            threading.Event(),
+        )
+
+    def log_metrics(self, metrics, step=None):
+        self.called.append(("gpu" in metrics, threading.get_ident() == self.own))
+        if threading.get_ident() != self.own:
+            self.entered.set()
+            assert self.go_on.wait(60)
+        super().log_metrics(metrics, step)
+
+
+def test_what_another_thread_logs_goes_straight_through(tmp_path, late_device):
+    rows = FromThreads(late_device)
+    rows.go_on.set()
+
+    class Each(Monitor):
+        def on_train_batch_start(self, *_):
+            self.tell()
+            self.threads[-1].join(60)
+
+    fitted(tmp_path, Logging(late_device), loggers=rows, callbacks=[Each(rows)])
+    assert rows.when == [(1, 4), (3, 6), (5, 8), (7, 8)], "as without the thread"
+    assert rows.called.count((True, False)) == 8
+    assert rows.called.count((False, True)) == len(rows.called) - 8, "every row from the thread that trains"
+
+
 class Broken(Rows):
     """Its server goes away after the first rows."""
 
@@ -361,6 +408,38 @@ def test_a_logger_that_fails_at_the_end_does_not_hide_why_the_run_ends(tmp_path,
     assert rows.tries == 1
     lost = "The loggers did not get the last rows of 2 logged steps: server away at 2"
     assert [str(one.message).partition(". ")[0] for one in said] == ([lost] if warns == "always" else [])
+
+
+class OtherLoggers(Callback):
+    """Gives the trainer another logger for a while, as a search for a learning rate does, and logs by it."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        if index == 3:
+            self.first, trainer.loggers = trainer.loggers, [self.other]
+        if index == 5:
+            trainer.logger.log_metrics({"mine": 1.0}, step=index)
+            trainer.loggers = self.first
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_row_goes_to_the_loggers_of_its_step(tmp_path, late_device, late):
+    late_device.lag, rows, other = 1000, Rows(late_device), Rows(late_device)
+    options = {"loggers": rows, "callbacks": [OtherLoggers(other)], "log_every_n_steps": 1}
+    fitted(tmp_path, Logging(late_device), late=late, **options)
+    assert [step for step, _ in rows.when] == [0, 1, 2, 5, 6, 7]
+    assert [(step, "mine" in metrics) for step, _, metrics in other.rows] == [(3, False), (4, False), (5, True)]
+    assert not [logger for logger in (rows, other) if "log_metrics" in vars(logger)]
+
+
+def test_every_logger_is_as_it_was_afterwards(tmp_path, late_device):
+    loggers = [CSVLogger(tmp_path), Rows(late_device)]
+    run = fitted(tmp_path, Logging(late_device), loggers=loggers)
+    for owner, name in ((run._logger_connector, "log_metrics"), (run, "save_checkpoint")):
+        assert name not in vars(owner)
+    assert not [logger for logger in loggers if "log_metrics" in vars(logger)]
 
 
 def test_a_row_of_plain_numbers_keeps_its_place_behind_one_that_waits(tmp_path, late_device):
@@ -462,3 +541,18 @@ def test_on_every_rank_nobody_waits_and_rank_zero_has_the_rows(ranks, tmp_path, 
     tables = ranks(on_two_ranks, str(tmp_path), strategy)
     assert tables[True] == tables[False]
     assert len(tables[True]) == 1
+
+
+def test_tensorboard_gets_each_value_at_its_step(tmp_path, late_device):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def curve(folder, **options):
+        board = TensorBoardLogger(folder)
+        fitted(folder, Logging(options.pop("device", None)), loggers=board, **options)
+        found = events.EventAccumulator(board.log_dir)
+        found.Reload()
+        return {tag: [(one.step, one.value) for one in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+    late = curve(tmp_path / "late", device=late_device)
+    assert len(late["train_loss"]) == 4
+    assert late == curve(tmp_path / "stock", late=False)

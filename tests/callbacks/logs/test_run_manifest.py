@@ -1,6 +1,7 @@
 import json
 import os
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import AccelerationFlags, ActivationCheckpoint, RunManifest
 from lightning_ups.insight.report.manifest import difference, read
+from lightning_ups.order.precision import policy_precision
 from lightning_ups.precision import BF16Precision
 from tests.toys import Net, data, loader, trainer
 
@@ -427,6 +429,54 @@ def test_a_gpu_is_described(tmp_path):
     assert found["precision"]["layers"] == {"Linear": {"param float32, compute bfloat16": 7}}
 
 
+def test_a_lazy_module_is_described_before_it_is_made(tmp_path):
+    class Lazy(Net):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.LazyLinear(1)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=torch.tensor(0.125))
+
+    manifest = RunManifest()
+    trainer(tmp_path, callbacks=[manifest], epochs=1).fit(Lazy(), loader())
+    assert manifest.manifest["model"]["parameters"]["not_made_yet"] == 2
+    assert manifest.manifest["optimizers"][0]["settings"]["lr"] == 0.125
+
+
+def test_a_batch_may_be_a_dataclass(tmp_path):
+    class Takes(Net):
+        def training_step(self, batch, index):
+            return super().training_step(batch.x, index)
+
+    data = DataLoader([Sample(torch.randn(8)) for _ in range(4)], batch_size=2, collate_fn=together)
+    manifest = RunManifest()
+    trainer(tmp_path, callbacks=[manifest], epochs=1).fit(Takes(), data)
+    assert manifest.manifest["batch"] == {"size": 2, "tensors": {"x": "float32 [2, 8]"}}
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+
+
+def together(samples):
+    return Sample(torch.stack([sample.x for sample in samples]))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_batch_may_be_nested(tmp_path, layout):
+    class Takes(Net):
+        def training_step(self, batch, _):
+            return super().training_step(batch.to_padded_tensor(0.0).mean(1), 0)
+
+    batch = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=layout)
+    found = fit(tmp_path, model=Takes(), loader_=DataLoader([batch], batch_size=None))["batch"]
+    assert found["size"] == 2
+    (said,) = found["tensors"].values()
+    assert said.startswith("float32 [2, ")
+
+
 def test_what_cannot_be_read_ends_no_run(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise LookupError("a class that nobody knows")
@@ -441,3 +491,13 @@ def test_what_cannot_be_read_ends_no_run(tmp_path, monkeypatch):
     for part in ("model", "precision", "batch"):
         assert found[part] == {"not_read": "LookupError: a class that nobody knows"}
     assert found["optimizers"][0]["class"].endswith("AdamW")
+
+
+def test_nothing_is_said_of_a_precision_that_ran_no_step(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(policy_precision, "rank_zero_info", said.append)
+    run = trainer(tmp_path, callbacks=[RunManifest()], plugins=[BF16Precision()])
+    net = Net()
+    net.validation_step = net.training_step
+    run.validate(net, [])
+    assert said == []

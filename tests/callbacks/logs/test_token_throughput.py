@@ -3,7 +3,9 @@
 import csv
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -601,3 +603,124 @@ def sharded(folder):
 
 def test_a_sharded_module_is_counted_whole(ranks, tmp_path):
     assert ranks(sharded, str(tmp_path)) == 2 * (3 * 2 * 8 * 32 * 3 - 8 * 32 + 3 * 8)
+
+
+class NoOptimizer(Net):
+    def configure_optimizers(self):
+        raise RuntimeError("no optimizer")
+
+
+class NotSane(Net):
+    def validation_step(self, batch, index):
+        raise RuntimeError("not sane")
+
+    def val_dataloader(self):
+        return many(4)
+
+
+@pytest.mark.parametrize("module", [NoOptimizer(), NotSane(), None], ids=["optimizer", "sanity", "no batches"])
+def test_a_second_fit_that_does_not_train_has_no_figures(tmp_path, module):
+    throughput = TokenThroughput(warmup_steps=2, table=False, unit="samples")
+    trainer(tmp_path, callbacks=[throughput], epochs=1).fit(Net(), many(20))
+    assert throughput.summary is not None
+    made = trainer(tmp_path, callbacks=[throughput], epochs=1, limit_train_batches=0 if module is None else 1.0)
+    made.validate(Validated(), many(4), verbose=False)
+    assert throughput.summary is not None, "of the last fit"
+    if module is None:
+        made.fit(Net(), many(20))
+    else:
+        with pytest.raises(RuntimeError, match=r"no optimizer|not sane"):
+            made.fit(module, many(20))
+    assert throughput.summary is None
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+
+
+class Opaque:
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize(
+    ("made", "find", "unit", "units"),
+    [
+        (lambda x: {"observation.state": x}, lambda batch: batch["observation.state"], "samples", 2),
+        (Batch, lambda batch: batch.x, "samples", 2),
+        (Opaque, lambda batch: batch.x, "batches", 1),
+    ],
+    ids=["dotted name", "dataclass", "unknown"],
+)
+def test_whatever_a_batch_is_training_goes_on(tmp_path, made, find, unit, units):
+    data = DataLoader(Many(16), batch_size=2, collate_fn=lambda rows: made(torch.stack(rows)))
+    throughput, _ = fitted(tmp_path, Takes(find), data, unit="auto")
+    summary = throughput.summary
+    assert (summary.unit, summary.units_per_step, summary.steps) == (unit, units, 6)
+
+
+@pytest.mark.parametrize("peak", [{"fp8": 1.0}, 1.0])
+def test_a_peak_of_another_type_is_no_peak(tmp_path, peak):
+    class Double(Net):
+        def __init__(self):
+            super().__init__()
+            self.double()
+
+        def training_step(self, batch, index):
+            return super().training_step(batch.double(), index)
+
+    throughput, _ = fitted(tmp_path, Double(), many(16), peak_tflops=peak)
+    if isinstance(peak, float):
+        assert throughput.summary.utilisation["mfu"] > 0
+    else:
+        assert throughput.summary.utilisation == {}
+        assert "in float64 is not known; give peak_tflops as a number" in throughput.summary.why_no_mfu
+        throughput, _ = fitted(tmp_path, data=many(16), peak_tflops=peak)
+        assert throughput.summary.utilisation == {}
+        assert "computes in fp32, which peak_tflops does not have" in throughput.summary.why_no_mfu
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_first_step_that_computes_nothing_has_no_mfu(tmp_path):
+    class Late(Net):
+        def training_step(self, batch, index):
+            return super().training_step(batch, index) if index else None
+
+    throughput, _ = fitted(tmp_path, Late(), peak_tflops=1.0)
+    assert throughput.summary.utilisation == {}
+    assert "no products that can be counted; give flops_per_unit" in throughput.summary.why_no_mfu
+
+
+def test_a_first_batch_of_no_units_is_said(tmp_path):
+    throughput, _ = fitted(tmp_path, peak_tflops=1.0, unit="points", count=lambda batch: 0)
+    assert "the first batch holds no points" in throughput.summary.why_no_mfu
+
+
+@pytest.mark.parametrize(
+    ("found", "what"), [(None, "None, a NoneType"), (torch.ones(3), r"a tensor \[3\]"), (np.ones(3), r"an array \[3\]")]
+)
+@pytest.mark.parametrize("peak", [None, 1.0])
+def test_a_count_that_is_no_number_is_refused(tmp_path, found, what, peak):
+    with pytest.raises(ValueError, match=rf"returned {what}.*Return a number"):
+        fitted(tmp_path, peak_tflops=peak, unit="points", count=lambda batch: found)
+
+
+class Raw(Net):
+    """Steps an optimizer past Lightning, which counts no step of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        self.manual_backward(super().training_step(batch, index))
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_steps_that_lightning_does_not_hear_of_count(tmp_path):
+    throughput, made = fitted(tmp_path, Raw())
+    assert made.global_step == 0
+    assert (throughput.summary.steps, throughput.summary.units_per_step) == (32 - 2, 2)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
@@ -207,3 +207,51 @@ def test_trials_of_the_tuner_leave_the_names_to_the_run(tmp_path, monkeypatch):
     assert (report.path, manifest.path, throughput.summary) == (None, None, None)
     run.fit(model)
     assert (report.path.name, manifest.path.name) == ("report.html", "manifest.json")
+
+
+class NoOptimizer(Logging):
+    def configure_optimizers(self):
+        raise RuntimeError("no optimizer")
+
+
+class NoSetup(Callback):
+    def setup(self, trainer, pl_module, stage):
+        raise RuntimeError("no optimizer")
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=["before", "after"])
+@pytest.mark.parametrize("by", [NoOptimizer, NoSetup])
+def test_a_fit_that_fails_early_has_nothing_of_the_one_before(tmp_path, order, by):
+    parts = [TrainingReport(pictures=False), throughput(), RunManifest()]
+    callbacks, report = [parts[place] for place in order], parts[0]
+    fit(tmp_path, *callbacks)
+    first = report.path
+    more = [NoSetup()] if by is NoSetup else []
+    with pytest.raises(RuntimeError, match="no optimizer"):
+        fit(tmp_path, callbacks[0], *more, *callbacks[1:], module=NoOptimizer())
+    if report.path == first:  # the report itself heard nothing of a second fit
+        return
+    text = report.path.read_text()
+    assert "waiting for data" not in text
+    assert "failed, 0 steps" in text
+    assert '"status": "finished"' not in text.replace("&quot;", '"')
+    assert "&quot;model&quot;" not in text
+
+
+def test_an_error_without_text_is_reported_by_its_class(tmp_path):
+    class Failing(Logging):
+        def training_step(self, batch, index):
+            raise NotImplementedError
+
+    report = TrainingReport(pictures=False)
+    with pytest.raises(NotImplementedError):
+        fit(tmp_path, report, module=Failing())
+    assert "NotImplementedError</p>" in report.path.read_text()
+
+
+def test_a_method_of_the_users_own_is_given_back_to_the_logger(tmp_path):
+    logger, seen = CSVLogger(tmp_path), []
+    logger.log_metrics = own = lambda metrics, step=None: seen.append(step)
+    fit(tmp_path, TrainingReport(pictures=False), logger=logger)
+    assert logger.log_metrics is own
+    assert seen

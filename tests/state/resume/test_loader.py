@@ -377,3 +377,12 @@ def test_a_loader_goes_with_its_last_reference_once_it_is_released(loader):
     assert gone() is not None
     resume.release()
     assert gone() is None
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_checkpoint_from_before_seeds_were_kept_is_taken_up(over):
+    state = saved(seeded(1), over=over)
+    expected = read_on(state, seeded(1))
+    for position in state["ends"] if over else state["loaders"]:
+        position.pop("order", None)
+    assert read_on(state, seeded(1)) == expected

@@ -147,3 +147,14 @@ def test_what_it_makes_untrue_is_not_warned_of_while_it_runs_and_may_be_afterwar
     before, after, warned = resumed(tmp_path, fail=fail)
     assert after == before
     assert warned == 1  # by this test
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_filter_that_the_user_has_already_stays(tmp_path, monkeypatch):
+    real = warnings.simplefilter
+    monkeypatch.setattr(
+        warnings, "simplefilter", lambda action: (real(action), warnings.filterwarnings("ignore", MESSAGE))
+    )
+    before, after, warned = resumed(tmp_path, fail=False)
+    assert after == before
+    assert warned == 0
