@@ -306,23 +306,11 @@ def test_making_it_touches_nothing():
 
 @pytest.mark.gpu(capability=(8, 0))
 def test_all_of_them_take_effect_on_a_gpu(tmp_path):
-    from lightning.pytorch import Trainer
-
     model = Watched()
     declared = AccelerationFlags(
         tf32=True, cudnn_benchmark=True, attention=["cudnn", "flash", "efficient", "math"], expandable_segments=True
     )
-    Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_epochs=1,
-        callbacks=[declared],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    ).fit(model, loader())
+    trainer(tmp_path, callbacks=[declared], epochs=1, accelerator="gpu", devices=1).fit(model, loader())
     inside = model.flags["fit"]
     assert inside["tf32_matmul"]
     assert inside["tf32_cudnn"]

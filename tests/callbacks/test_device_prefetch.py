@@ -6,7 +6,7 @@ import warnings
 import numpy
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -19,6 +19,7 @@ from lightning_ups.transforms.prefetch import lane_for
 from tests.slow_lane import SlowLane
 from tests.toys import Net
 from tests.toys import loader as toy_loader
+from tests.toys import trainer as toy_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:(?!.*DevicePrefetch)")
 
@@ -98,14 +99,7 @@ def fit(path, loader, callbacks, *, model=None, val=None, ckpt_path=None, seed=7
         generator(seed)
     model = model or Noisy()
     torch.manual_seed(seed)
-    trainer = Trainer(
-        accelerator="cpu",
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=path,
-        **{"max_epochs": 2, "logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 1, **options},
-    )
+    trainer = run_of(path, callbacks, **{"max_epochs": 2, "num_sanity_val_steps": 1, **options})
     data = {"datamodule": loader} if isinstance(loader, LightningDataModule) else {"train_dataloaders": loader()}
     trainer.fit(model, **data, val_dataloaders=val, ckpt_path=ckpt_path)
     return model
@@ -338,14 +332,7 @@ def test_an_error_of_the_loader_comes_at_the_same_step(tmp_path, lane, workers):
 
 
 def run_of(tmp_path, callbacks, **options):
-    return Trainer(
-        accelerator="cpu",
-        callbacks=callbacks,
-        **{"logger": False, "enable_checkpointing": False, "max_epochs": 1, **options},
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    return toy_trainer(tmp_path, callbacks=callbacks, **{"max_epochs": 1, **options})
 
 
 def test_nothing_is_left_after_fit_and_a_second_fit_works(tmp_path, lane):
@@ -593,18 +580,7 @@ def trained_on_gpu(tmp_path, kind, callbacks, *, steps=20):
     torch.manual_seed(1)
     model = Heavy(reads=reads)
     torch.manual_seed(1)
-    trainer = Trainer(
-        accelerator="gpu",
-        devices=1,
-        callbacks=callbacks,
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(model, loader)
+    run_of(tmp_path, callbacks, accelerator="gpu", devices=1, max_epochs=-1, max_steps=steps).fit(model, loader)
     return [loss.item() for loss in model.losses]
 
 

@@ -4,7 +4,7 @@ import warnings
 import numpy
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from lightning_ups.callbacks.exact_resume import ExactResume
+from tests.toys import trainer
 
 
 class Noisy(LightningModule):
@@ -75,16 +76,8 @@ def run(path, loader, *, ckpt_path=None, callbacks=None, folder="c", val=None, s
     callbacks = [ExactResume()] if callbacks is None else callbacks
     every = ModelCheckpoint(path / folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     options = {"strategy": "auto", "devices": 1, "max_epochs": 3, **options}
-    trainer = Trainer(
-        accelerator="cpu",
-        callbacks=[*callbacks, every],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=path,
-        **options,
-    )
-    trainer.fit(model, loader(), val, ckpt_path=ckpt_path)
+    made = trainer(path, callbacks=[*callbacks, every], enable_checkpointing=True, **options)
+    made.fit(model, loader(), val, ckpt_path=ckpt_path)
     return model.losses
 
 
@@ -461,20 +454,13 @@ def test_a_checkpoint_of_a_run_without_it_may_be_refused(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:(?!A resumed run may)")
 def test_a_second_fit_begins_its_epoch_anew(tmp_path):
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        limit_train_batches=3,
-        callbacks=[ExactResume(), ModelCheckpoint(tmp_path, every_n_train_steps=1)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Noisy(), stock()())
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(Noisy(), stock()())
-    assert trainer.global_step == 6
+    callbacks = [ExactResume(), ModelCheckpoint(tmp_path, every_n_train_steps=1)]
+    options = {"devices": 1, "limit_train_batches": 3, "enable_checkpointing": True}
+    made = trainer(tmp_path, callbacks=callbacks, epochs=1, **options)
+    made.fit(Noisy(), stock()())
+    made.fit_loop.max_epochs = 2
+    made.fit(Noisy(), stock()())
+    assert made.global_step == 6
 
 
 def test_a_run_resumed_at_the_end_of_an_epoch_may_be_resumed_again(tmp_path):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_ups.callbacks import ActivationCheckpoint, OptimizerOffload, RunManifest, StepGuard
 from lightning_ups.precision import BF16Precision
 from tests.toys import Net
+from tests.toys import trainer as run_of
 
 NAN = float("nan")
 
@@ -45,16 +46,9 @@ def batches(count=24, *, without=()):
 
 
 def fit(folder, module, guard=None, *, data=None, callbacks=(), ckpt_path=None, weights_only=None, **options):
-    made = Trainer(
-        accelerator="cpu",
-        **{"max_epochs": 1, "devices": 1} | options,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        default_root_dir=folder,
-        callbacks=[*([guard] if guard else []), *callbacks],
-    )
+    saves = any(isinstance(c, ModelCheckpoint) for c in callbacks)
+    options = {"max_epochs": 1, "devices": 1, "enable_checkpointing": saves, **options}
+    made = run_of(folder, callbacks=[*([guard] if guard else []), *callbacks], **options)
     made.fit(module, data or batches(), ckpt_path=ckpt_path, weights_only=weights_only)
     return made
 
@@ -525,17 +519,8 @@ def test_a_run_from_a_checkpoint_may_go_back_to_that_before_it_unfreezes(tmp_pat
     fit(tmp_path, Finetuned(), callbacks=[UnfreezesLate(), saving(tmp_path, every=26)], max_epochs=2)
     (path,) = (tmp_path / "saved").glob("*.ckpt")
     guard = StepGuard(on_nonfinite="rollback")
-    made = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=[guard, UnfreezesLate(), saving(tmp_path, every=1000)],
-    )
-    made.fit(Finetuned([27]), batches(), ckpt_path=path, weights_only=False)
+    callbacks = [UnfreezesLate(), saving(tmp_path, every=1000)]
+    fit(tmp_path, Finetuned([27]), guard, callbacks=callbacks, ckpt_path=path, weights_only=False, max_epochs=2)
     assert "were restored to step 26" in guard.events[0].done
 
 
@@ -553,19 +538,7 @@ def test_loggers_get_the_number_of_each_kind(tmp_path):
             return super().training_step(batch, index) * (1e4 if index == 15 else 1.0)
 
     module = Both([3, 9])
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=Seen(),
-        log_every_n_steps=8,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-        callbacks=[guard],
-    )
-    trainer.fit(module, batches())
+    fit(tmp_path, module, guard, logger=Seen(), log_every_n_steps=8)
     assert [event.kind for event in guard.events] == ["nonfinite", "nonfinite", "spike"]
     assert [each for each in seen if next(iter(each[0])).startswith("guard/")] == [
         ({"guard/nonfinite": 1.0}, 3),

@@ -16,7 +16,7 @@ from lightning_ups.callbacks.logs import training_report
 from lightning_ups.callbacks.logs.late_logs import LateLogs
 from lightning_ups.order import applied
 from tests.late_device import LateDevice, Reads, put_in_place
-from tests.toys import Net, data, loader
+from tests.toys import Net, data, loader, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore:The `srun`", "ignore::DeprecationWarning")
 
@@ -92,21 +92,9 @@ class Rows(Logger):
 
 
 def fitted(tmp_path, module, *, loggers=True, late=True, callbacks=(), before=(), train=None, **options):
-    run = Trainer(
-        accelerator="cpu",
-        callbacks=[*before, AccelerationFlags(late_logs=late), *callbacks],
-        logger=loggers,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        **{
-            "max_epochs": 1,
-            "log_every_n_steps": 2,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "limit_val_batches": 0,
-            **options,
-        },
-    )
+    callbacks = [*before, AccelerationFlags(late_logs=late), *callbacks]
+    options = {"max_epochs": 1, "log_every_n_steps": 2, "limit_val_batches": 0, **options}
+    run = trainer(tmp_path, callbacks=callbacks, logger=loggers, **options)
     run.fit(module, train or loader(1), loader(4))  # 8 batches an epoch
     return run
 
@@ -468,17 +456,9 @@ def test_on_a_cpu_nothing_is_put_in_between(tmp_path):
 
 def on_a_gpu(folder, module, *, late):
     """Return the table of a run on a GPU."""
-    run = Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_epochs=1,
-        log_every_n_steps=2,
-        logger=CSVLogger(folder),
-        callbacks=[AccelerationFlags(late_logs=late), LeanProgressBar(refresh_rate=2)],
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    callbacks = [AccelerationFlags(late_logs=late), LeanProgressBar(refresh_rate=2)]
+    options = {"accelerator": "gpu", "devices": 1, "log_every_n_steps": 2, "enable_progress_bar": True}
+    run = trainer(folder, callbacks=callbacks, epochs=1, logger=CSVLogger(folder), **options)
     batches = [torch.randn(64, 8, generator=torch.Generator().manual_seed(i)).pin_memory() for i in range(16)]
     run.fit(module, DataLoader(batches, batch_size=None))
     return next(Path(folder).rglob("metrics.csv")).read_bytes()

@@ -280,15 +280,9 @@ def shown_by_tensorboard(folder):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_compares_two_runs_by_the_manifest_and_the_modules_own(tmp_path):
     for number, width in enumerate((32, 64)):
-        Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            logger=TensorBoardLogger(tmp_path, name=""),
-            callbacks=[RunManifest(), AccelerationFlags(attention=["math"] if number else None)],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        ).fit(Logged(width), loader())
+        callbacks = [RunManifest(), AccelerationFlags(attention=["math"] if number else None)]
+        board = TensorBoardLogger(tmp_path, name="")
+        trainer(tmp_path, callbacks=callbacks, epochs=1, logger=board).fit(Logged(width), loader())
     shown = shown_by_tensorboard(tmp_path)
     assert [run["width"] for run in shown.values()] == [32, 64]
     assert [run["manifest/flags/attention"] for run in shown.values()][1] == "['math']"
@@ -300,16 +294,7 @@ def test_tensorboard_compares_two_runs_by_the_manifest_and_the_modules_own(tmp_p
 
 def hparams(tmp_path, callback, **options):
     logger = CSVLogger(tmp_path)
-    Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=logger,
-        callbacks=[callback],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        **options,
-    ).fit(Logged(), loader())
+    trainer(tmp_path, callbacks=[callback], epochs=1, logger=logger, **options).fit(Logged(), loader())
     path = Path(logger.log_dir) / "hparams.yaml"
     return yaml.safe_load(path.read_text()) if path.exists() else {}
 
@@ -410,18 +395,8 @@ def test_rank_zero_writes_and_it_alone(ranks, tmp_path, sharded):
 @pytest.mark.gpu
 def test_a_gpu_is_described(tmp_path):
     manifest = RunManifest()
-    Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_epochs=1,
-        precision="bf16-mixed",
-        logger=False,
-        callbacks=[manifest],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    ).fit(Net(), loader())
+    run = trainer(tmp_path, callbacks=[manifest], epochs=1, accelerator="gpu", devices=1, precision="bf16-mixed")
+    run.fit(Net(), loader())
     found = read(manifest.path)
     assert found["device"]["gpus"][0]["name"] == torch.cuda.get_device_name()
     assert found["versions"]["cudnn"]

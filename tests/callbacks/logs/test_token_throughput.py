@@ -161,7 +161,6 @@ def test_figures_reach_loggers_under_lightnings_steps(tmp_path):
 
 
 def test_the_progress_bar_shows_it_while_fit_runs(tmp_path):
-    from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import TQDMProgressBar
 
     class Bar(TQDMProgressBar):
@@ -176,16 +175,9 @@ def test_the_progress_bar_shows_it_while_fit_runs(tmp_path):
             return bar
 
     bar = Bar()
-    Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        log_every_n_steps=4,
-        callbacks=[bar, TokenThroughput(warmup_steps=1, table=False, unit="samples")],
-    ).fit(Net(), many())
+    callbacks = [bar, TokenThroughput(warmup_steps=1, table=False, unit="samples")]
+    options = {"enable_progress_bar": True, "log_every_n_steps": 4}
+    trainer(tmp_path, callbacks=callbacks, epochs=1, **options).fit(Net(), many())
     assert "samples/s" in bar.seen
     assert "get_metrics" not in vars(bar)
 
