@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ups._compat.torch.tensors.tensors import product
 from lightning_ups.insight.throughput.flops import count_flops
 from lightning_ups.kernels import linear_cross_entropy as module
 from lightning_ups.kernels.cross_entropy_step import reference_step
@@ -490,15 +489,8 @@ def test_torchs_own(chunk):
     assert_close(found, exact(*given), 1e-5)
     with pytest.raises(ValueError, match="Use backend='chunked'"):
         linear_cross_entropy(*given, backend="torch", z_loss=0.1)
-    low = inputs(torch.bfloat16)
     with pytest.raises(ValueError, match="Use backend='chunked', or round_logits=False"):
-        linear_cross_entropy(*low, backend="torch", chunk=chunk)
-    found = results(linear_cross_entropy, *low, backend="torch", chunk=chunk, round_logits=False)
-    assert_close(found, exact(*low), 1e-2)  # torch's loss is in bfloat16
-    double = inputs(torch.float64)
-    loss = linear_cross_entropy(*double, backend="torch", chunk=chunk)
-    assert loss.dtype == torch.float64
-    torch.testing.assert_close(loss, exact(*double)[0], rtol=1e-12, atol=0)
+        linear_cross_entropy(*inputs(torch.bfloat16), backend="torch", chunk=chunk)
 
 
 H, W, T = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64)
@@ -711,17 +703,3 @@ def test_on_a_gpu_memory_is_that_of_a_chunk(shape, round_logits, chunk):
     memory = chunk * vocab * 2 + (0 if round_logits else 512 * vocab * 4)
     grads = vocab * dim * 4 + rows * dim * 2
     assert peak < 1.02 * (memory + grads) + 32 * rows + (8 << 20)
-
-
-@GPU
-def test_on_a_gpu_products_of_rows_with_room_between_copy_nothing():
-    wide = torch.randn(256, 2 * 512, device="cuda").bfloat16()[:, :512]
-    tall = torch.randn(512, 128, device="cuda").bfloat16()
-    out, back = torch.empty(256, 128, device="cuda"), torch.empty(512, 128, device="cuda")
-    for a, b, into in ((wide, tall, out), (wide.t(), torch.randn(256, 128, device="cuda").bfloat16(), back)):
-        product(a, b, dtype=torch.float32, out=into)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        product(a, b, dtype=torch.float32, out=into)
-        assert torch.cuda.max_memory_allocated() == before
-        torch.testing.assert_close(into, (a.double() @ b.double()).float(), rtol=1e-4, atol=1e-3)

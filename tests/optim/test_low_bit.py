@@ -193,15 +193,6 @@ def test_bitsandbytes_steps_no_shards(ranks):
     ranks(refused_shards)
 
 
-def test_bitsandbytes_that_is_not_installed_is_named(capsys, tmp_path, monkeypatch):
-    from lightning_ups.__main__ import main
-
-    monkeypatch.chdir(tmp_path)
-    options = ["--model", "tests.optim.test_low_bit.Larger", "--optimizer", "bitsandbytes.optim.AdamW8bit"]
-    assert main(["fit", *options]) == 2
-    assert "No module named\n  'bitsandbytes'" in capsys.readouterr().err
-
-
 class Larger(Toy):
     """A toy whose matrices are worth few bits."""
 

@@ -16,7 +16,6 @@ from lightning_ups.kernels.attention.support import Kind
 
 CPU = Kind("cpu", torch.float32, 32, 8, 128, 128, causal=True)
 GPU = CPU._replace(device="cuda", dtype=torch.bfloat16)
-PACKED = GPU._replace(documents=True)
 MEASURED = json.loads((Path(__file__).parent / "NVIDIA_H200_held_out.json").read_text())
 H200 = next(table for table in tables() if table.device == "NVIDIA H200")
 HELD_OUT = [Row(**row) for row in MEASURED["rows"]]
@@ -326,31 +325,3 @@ def test_lengths_within_a_range_share_a_compiled_function(hopper):
     assert found == [1 if choose(GPU, batch=2, seq=seq) == "cudnn" else -1 for seq in lengths]
     assert {*found} == {1, -1}
     assert len(graphs) <= 4
-
-
-def test_numbers_of_documents_that_change_share_a_compiled_function(h200):
-    graphs = []
-
-    def count(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    @torch.compile(backend=count, fullgraph=True, dynamic=True)
-    def function(x, cu_seqlens):
-        name = choose(PACKED, batch=x.shape[0], seq=x.shape[1], keys=x.shape[1], documents=cu_seqlens.shape[0] - 1)
-        return x + ("flash", "fa4").index(name)
-
-    found = []
-    for batch, seq, documents in ((8, 4096, 9), (8, 4096, 11), (8, 4000, 30), (1, 512, 7), (1, 600, 5)):
-        found.append(int(function(torch.zeros(batch, seq), torch.zeros(documents + 1))[0, 0]))
-    assert found == [1, 1, 1, 0, 0]
-    assert len(graphs) <= 4
-
-
-def test_tables_in_the_package_are_sound():
-    for table in tables():
-        assert len(table.date) == 10
-        assert {"torch"} <= set(table.versions)
-        for measured in table.rows:
-            assert set(measured.training) | set(measured.forward) <= set(support.BACKENDS)
-            assert all(time > 0 for time in measured.training.values())
