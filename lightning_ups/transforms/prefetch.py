@@ -16,78 +16,47 @@ the host is ahead; or it was started in the middle of that step (`CopiesAhead.st
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-__all__ = ["MIN_BYTES", "CopiesAhead", "CopyCounts", "CudaLane", "Lane", "lane_for", "tensors_in"]
+__all__ = ["MIN_BYTES", "CopiesAhead", "CopyCounts", "Lane", "lane_for", "tensors_in"]
 
 MIN_BYTES = 2**16  # a smaller copy takes less time than overlapping it
 _Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-class Lane(Protocol):
-    """A second stream of a device, on which copies overlap with training."""
-
-    device: torch.device
-
-    def is_pinned(self, source: Tensor) -> bool:
-        """Return whether the device can read ``source`` on the host directly."""
-        ...
-
-    def memory(self, like: Tensor) -> Tensor:
-        """Return a tensor on the device with the shape, strides and dtype of ``like``, from the training stream."""
-        ...
-
-    def mark(self) -> Any:
-        """Return the point up to which training has queued its work."""
-        ...
-
-    def copy(self, target: Tensor, source: Tensor, *, after: Any, non_blocking: bool) -> Any:
-        """Copy after ``after``, overlapping with training; return the point at which the copy is done."""
-        ...
-
-    def join(self, copied: Any) -> None:
-        """Let later work of training wait for a copy."""
-
-    def wait(self, copied: Any) -> None:
-        """Let the host wait for a copy."""
-
-    def give_up(self, target: Tensor) -> None:
-        """Keep the memory of ``target`` allocated until the queued copies are done."""
-
-
-class CudaLane:
-    """A second stream of a GPU."""
+class Lane:
+    """A second stream of a GPU, on which copies overlap with training."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._stream = torch.cuda.Stream(self.device)
 
     def is_pinned(self, source: Tensor) -> bool:
-        """Return whether ``source`` is in pinned memory."""
+        """Return whether the device can read ``source`` on the host directly."""
         return source.is_pinned()
 
     def memory(self, like: Tensor) -> Tensor:
-        """Allocate memory on the training stream."""
+        """Return a tensor with the shape, strides and dtype of ``like``, allocated on the training stream."""
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
 
     def mark(self) -> Any:
-        """Record an event on the training stream."""
+        """Return the point up to which training has queued its work."""
         return torch.cuda.current_stream(self.device).record_event()
 
     def copy(self, target: Tensor, source: Tensor, *, after: Any, non_blocking: bool) -> Any:
-        """Copy on the second stream."""
+        """Copy on the second stream after ``after``; return the point at which the copy is done."""
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=non_blocking)
         return self._stream.record_event()
 
     def join(self, copied: Any) -> None:
-        """Let the training stream wait."""
+        """Let later work of training wait for a copy."""
         torch.cuda.current_stream(self.device).wait_event(copied)
 
     def wait(self, copied: Any) -> None:
@@ -95,13 +64,13 @@ class CudaLane:
         copied.synchronize()
 
     def give_up(self, target: Tensor) -> None:
-        """Record the second stream as one that uses the memory."""
+        """Keep the memory of ``target`` allocated until the queued copies are done."""
         target.record_stream(self._stream)
 
 
 def lane_for(device: torch.device) -> Lane | None:
     """Return a second stream of ``device``, or None for devices that need none, such as a CPU."""
-    return CudaLane(device) if device.type == "cuda" else None
+    return Lane(device) if device.type == "cuda" else None
 
 
 @dataclass(slots=True)

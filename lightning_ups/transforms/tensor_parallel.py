@@ -105,50 +105,22 @@ def check_plan(plan: str | Mapping[str, Style]) -> None:
     """Raise if ``plan`` is not a valid plan for any model.
 
     Raises:
-        TypeError: If it is neither a name nor a mapping from strings to strings.
         ValueError: If it is empty, or has an unknown name or style.
     """
-    if not isinstance(plan, (str, Mapping)):
-        raise TypeError(
-            f"tensor_parallel_plan={plan!r} is a {type(plan).__name__}."
-            " A plan says how each module is split, by patterns of names."
-            f" Use one of {tuple(PLANS)}, or give a mapping from patterns of names to styles."
-        )
-    if isinstance(plan, str):
-        if plan not in PLANS:
-            raise ValueError(
-                f"tensor_parallel_plan={plan!r} is not the name of a plan."
-                " A plan says how each module is split, and some are made for known models."
-                f" Use one of {tuple(PLANS)}, or give a mapping from patterns of names to styles."
-            )
-        return
-    if not plan:
+    if not plan or (isinstance(plan, str) and plan not in PLANS):
         raise ValueError(
-            "tensor_parallel_plan={} is empty."
-            " No module would be split, and devices would compute the same."
+            f"tensor_parallel_plan={plan!r} does not say how modules are split."
             f" Use one of {tuple(PLANS)}, or give a mapping from patterns of names to styles."
         )
-    for pattern, style in plan.items():
-        if not isinstance(pattern, str) or not isinstance(style, str):
-            kind = type(style if isinstance(pattern, str) else pattern).__name__
-            raise TypeError(
-                f"tensor_parallel_plan={{{pattern!r}: {style!r}}} holds a {kind}."
-                " It maps patterns of names to the name of a style, which says how a module is split."
-                f" Use one of {get_args(Style)}."
-            )
-        if style not in _STYLES:
-            raise ValueError(
-                f"tensor_parallel_plan has the style {style!r}."
-                " A style says how a module's weight and what goes in and out are split."
-                f" Use one of {get_args(Style)}."
-            )
+    styles = [] if isinstance(plan, str) else plan.values()
+    if unknown := [style for style in styles if style not in _STYLES]:
+        raise ValueError(f"tensor_parallel_plan has the unknown style {unknown[0]!r}. Use one of {get_args(Style)}.")
 
 
 def plan_of(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str, Style]:
     """Return ``plan``, or the named plan with the module names of ``model``.
 
     Raises:
-        TypeError: If it has the wrong type.
         ValueError: If a name or style is unknown, or if the plan does not fit ``model``.
     """
     check_plan(plan)

@@ -43,7 +43,7 @@ OWN = {
         ({"sync": "never"}, "Use one of .*'last'"),
         ({"outside": "scale"}, r"given as the string.*Write \["),
         ({"tensor_parallel_size": 2}, "Give both"),
-        ({"tensor_parallel_size": 2, "tensor_parallel_plan": "gtp"}, "is not the name of a plan"),
+        ({"tensor_parallel_size": 2, "tensor_parallel_plan": "gtp"}, "does not say how modules are split"),
         ({"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt", "reshard_after_forward": 2}, "Use True or False"),
         ({"reshard_after_forward": "yes"}, "is not a known choice"),
         ({"reshard_after_forward": 0}, "is out of range"),

@@ -30,7 +30,6 @@ class Subject:
         name: What it is called.
         change: Returns the context in which the change holds.
         other: The same transform with other settings.
-        of: The functions of the package that this is about.
         rtol: How far numbers may be from those of before. 0: bit for bit.
         shows: What shows its settings, where `effects` does not.
         excused: Clauses that cannot hold, and why.
@@ -39,7 +38,6 @@ class Subject:
     name: str
     change: Change
     other: Change
-    of: tuple[Callable[..., Any], ...] = ()
     rtol: float = 0.0
     shows: Callable[["Model"], int] = lambda model: 0
     excused: Mapping[str, str] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import nn
 
-from lightning_ups.transforms.prefetch import CopiesAhead, CudaLane, lane_for, tensors_in
+from lightning_ups.transforms.prefetch import CopiesAhead, Lane, lane_for, tensors_in
 from tests.slow_lane import POISON, SlowLane
 
 CPU = torch.device("cpu")
@@ -239,7 +239,7 @@ def test_a_cpu_needs_no_second_stream():
 class TestOnAGpu:
     def test_a_copy_runs_beside_a_long_kernel_and_training_waits_for_it(self):
         lane = lane_for(torch.device("cuda"))
-        assert isinstance(lane, CudaLane)
+        assert isinstance(lane, Lane)
         ahead = CopiesAhead(lane, min_bytes=1)
         first, second = (torch.rand(1 << 22).pin_memory() for _ in range(2))
         torch.empty(1 << 28, dtype=torch.uint8, device="cuda")  # kept by the allocator, which need not ask the driver

@@ -379,7 +379,6 @@ EXCUSED = {
 SUBJECTS = {
     name: Subject(
         name=name,
-        of=(convert_to_te,),
         change=partial(computed, fusions),
         other=partial(computed, others),
         rtol=1e-5,
