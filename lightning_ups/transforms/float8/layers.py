@@ -1,4 +1,4 @@
-"""Adapts torchao's linear layers to all inputs of nn.Linear, and raises for what they do not support."""
+"""Adapts torchao's linear layers, also those in MXFP8, to all inputs of nn.Linear; raises for what they do not support."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from lightning_ups._compat.optional.packages import require
 from lightning_ups._compat.torch.tensors.autograd import in_torch_func
 from lightning_ups._compat.torch.versions import is_exporting
-from lightning_ups.transforms.float8.product import FastSums, can_multiply, product
-from lightning_ups.transforms.float8.row_product import product_by_rows
+from lightning_ups.transforms.float8.product import FastSums, can_multiply, product, product_by_rows
 
-__all__ = ["adapted", "by_values", "in_high_precision", "in_type_of_autocast", "once_differentiable", "refuse_tracing"]
+__all__ = ["adapted", "mx_linear_from"]
+
+_BLOCK = 32  # values of MXFP8 that share a scale
 
 
 def adapted(float8: nn.Module, *, by_rows: bool) -> nn.Module:
@@ -31,10 +33,10 @@ def adapted(float8: nn.Module, *, by_rows: bool) -> nn.Module:
 def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
     class Float8Linear(plain):  # pyright: ignore[reportGeneralTypeIssues]
         def forward(self, input: Tensor) -> Tensor:
-            refuse_tracing()
+            _refuse_tracing()
             if input.is_nested:
-                return by_values(self, input)
-            input = in_type_of_autocast(input)
+                return _by_values(self, input)
+            input = _in_type_of_autocast(input)
             if (output := _with_kernels(self, input, by_rows=by_rows)) is not None:
                 return output
             if by_rows:
@@ -42,13 +44,13 @@ def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
             if torch.compiler.is_compiling():  # compiled code has no second derivatives
                 return super().forward(input) if by_rows else _as_matrix(super().forward, input)
             if input.numel() == 0:
-                return in_high_precision(self, input)
+                return _in_high_precision(self, input)
             if torch.is_inference_mode_enabled():
                 # In inference mode operators such as reshape get torchao's tensors, which only support them outside of
                 # it.
                 with torch.inference_mode(mode=False), torch.no_grad():
                     return super().forward(input)
-            return once_differentiable(super().forward(input))
+            return _once_differentiable(super().forward(input))
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # A pickle would look for the generated class by its name. An older protocol does not need the class.
@@ -63,7 +65,7 @@ def _remade(by_rows: bool, make: Any, arguments: tuple[Any, ...]) -> nn.Module: 
     return adapted(make(*arguments), by_rows=by_rows)
 
 
-def refuse_tracing() -> None:
+def _refuse_tracing() -> None:
     """Raise if the current forward is exported or traced, or differentiated by `torch.func`.
 
     Raises:
@@ -81,7 +83,7 @@ def refuse_tracing() -> None:
         )
 
 
-def by_values(layer: nn.Module, nested: Tensor) -> Tensor:
+def _by_values(layer: nn.Module, nested: Tensor) -> Tensor:
     """Return the output of ``layer`` for a nested tensor, which `nn.TransformerEncoder` uses in evaluation."""
     if nested.layout is torch.jagged:
         values, offsets, lengths = nested.values(), nested.offsets(), nested.lengths()  # type: ignore[operator]
@@ -91,7 +93,7 @@ def by_values(layer: nn.Module, nested: Tensor) -> Tensor:
     return torch.nested.as_nested_tensor([*rows.split([part.shape[0] for part in parts])])
 
 
-def in_type_of_autocast(value: Tensor) -> Tensor:
+def _in_type_of_autocast(value: Tensor) -> Tensor:
     """Return ``value`` in the autocast dtype of its device, if autocast is on; torchao always uses CUDA's."""
     device = value.device.type
     on = device != "meta" and torch.is_autocast_enabled(device)
@@ -111,7 +113,7 @@ def _with_kernels(layer: Any, input: Tensor, *, by_rows: bool) -> Tensor | None:
         output = product(
             input, layer.weight, layer.bias, fast, backward_dtype=layer.config.cast_config_grad_output.target_dtype
         )
-    return output if torch.compiler.is_compiling() else once_differentiable(output)
+    return output if torch.compiler.is_compiling() else _once_differentiable(output)
 
 
 def _as_matrix(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
@@ -123,7 +125,7 @@ def _as_matrix(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     return rows.reshape(*input.shape[:-1], rows.shape[-1])
 
 
-def in_high_precision(layer: Any, input: Tensor) -> Tensor:
+def _in_high_precision(layer: Any, input: Tensor) -> Tensor:
     """Return the output of ``layer`` for an empty input, which has no maximum to scale by."""
     weight = layer.weight
     if hasattr(weight, "to_original_precision"):  # gathered in float8
@@ -131,7 +133,7 @@ def in_high_precision(layer: Any, input: Tensor) -> Tensor:
     return F.linear(input.to(weight.dtype), weight, layer.bias)
 
 
-def once_differentiable(value: Tensor) -> Tensor:
+def _once_differentiable(value: Tensor) -> Tensor:
     """Return ``value``; differentiating its gradient again raises an error."""
     return _Once.apply(value) if value.requires_grad else value  # type: ignore[no-any-return]
 
@@ -149,3 +151,64 @@ class _Once(torch.autograd.Function):
                 " Leave these layers out, by exclude=[...] in the precision, or use BF16Precision."
             )
         return gradients[0]
+
+
+def mx_linear_from(*, emulate: bool, **_: Any) -> Callable[[nn.Linear], nn.Module]:
+    """Return a function that converts a linear layer to MXFP8, with the same Parameters.
+
+    Args:
+        emulate: Compute MXFP8 results in high precision, on any device.
+        **_: Arguments of other recipes, ignored.
+
+    Raises:
+        ModuleNotFoundError: If torchao is missing.
+        ImportError: If torchao does not have its MXFP8 linear layer in the expected module.
+    """
+    kind, preference = _mx_layers()
+    chosen = preference.EMULATED if emulate else preference.AUTO
+
+    def swap(linear: nn.Linear) -> nn.Module:
+        sizes = linear.in_features, linear.out_features
+        made = kind(*sizes, bias=False, device="meta", kernel_preference=chosen)
+        made.weight, made.bias = linear.weight, linear.bias
+        return made
+
+    return swap
+
+
+@cache
+def _mx_layers() -> tuple[Any, Any]:
+    layers: Any = require(
+        "torchao.prototype.moe_training.mxfp8_linear",
+        requirement="torchao>=0.17",
+        extra="float8",
+        feature="Float8Precision(recipe='mxfp8')",
+    )
+    if not hasattr(layers, "MXFP8Linear"):
+        raise ImportError(
+            "recipe='mxfp8' needs torchao's MXFP8Linear, which the installed torchao does not have."
+            " It is a prototype, and its place changes between releases."
+            " Install torchao 0.18, or use recipe='tensorwise'."
+        )
+
+    class MXFP8Linear(layers.MXFP8Linear):
+        """Torchao's layer, extended to any number of rows and to autocast."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            _refuse_tracing()
+            if input.is_nested:
+                return _by_values(self, input)
+            x, weight = _in_type_of_autocast(input), _in_type_of_autocast(self.weight)
+            eager = not torch.compiler.is_compiling()
+            if eager and x.numel() == 0:
+                return _in_high_precision(self, x)
+            rows = x.reshape(-1, x.shape[-1])
+            # The gradient of the weight has its blocks along the rows, and rows of zeros do not change it.
+            padded = F.pad(rows, (0, 0, 0, -rows.shape[0] % _BLOCK))
+            result = layers._to_mxfp8_then_scaled_mm(
+                padded, weight, self.kernel_preference, self.scale_calculation_mode, self.wgrad_with_hp
+            )[: rows.shape[0]].reshape(*x.shape[:-1], -1)
+            result = result if self.bias is None else result + self.bias.to(result.dtype)
+            return _once_differentiable(result) if eager else result
+
+    return MXFP8Linear, layers.KernelPreference

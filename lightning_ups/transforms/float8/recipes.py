@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,23 +17,15 @@ from lightning_ups._compat.torch.compile.launches import launched_by_graphs
 from lightning_ups.kernels import float8_casts, float8_casts_triton, float8_row_casts, float8_row_casts_triton
 from lightning_ups.kernels.float8_casts import HAS_KERNELS
 from lightning_ups.kernels.float8_casts_triton import maxima_where_written
-from lightning_ups.transforms.float8 import product, row_product
+from lightning_ups.transforms.float8 import product
 from lightning_ups.transforms.float8.gather import show_plain_weight
-from lightning_ups.transforms.float8.layers import adapted
-from lightning_ups.transforms.float8.mx import mx_linear_from
-from lightning_ups.transforms.float8.product import FastSums, multiplied
-from lightning_ups.transforms.float8.row_product import multiplied_by_rows
+from lightning_ups.transforms.float8.layers import adapted, mx_linear_from
+from lightning_ups.transforms.float8.product import FastSums, multiplied, multiplied_by_rows
 
 __all__ = ["RECIPES", "Format", "Recipe", "check_recipe", "compiler_settings", "float8_swap", "recipe_of", "register"]
 
 Format = Literal["e4m3", "hybrid"]
 Swap = Callable[[nn.Linear], nn.Module]
-
-
-class MakesSwap(Protocol):
-    """Returns a function that converts a linear layer to float8, with the same Parameters or views of them."""
-
-    def __call__(self, *, number_format: Format, all_gather: bool, emulate: bool) -> Swap: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +53,7 @@ class Recipe:
 
     name: str
     scales: str
-    swap: MakesSwap
+    swap: Callable[..., Swap]
     layer: str
     rounding: str
     capability: tuple[int, int] = (8, 9)  # Ada; Hopper is (9, 0)
@@ -195,7 +187,7 @@ def _compiling_tensors(_: bool) -> Iterator[None]:  # noqa: FBT001
 def _compiling_rows(by_kernels: bool) -> Iterator[None]:  # noqa: FBT001
     casts = (*_CASTS, float8_row_casts.__file__, float8_row_casts_triton.__file__)
     launched = launched_by_graphs(float8_row_casts_triton.OPERATORS, sources=casts)
-    known = known_to_caches(multiplied_by_rows, FastSums, sources=(product.__file__, row_product.__file__, *casts))
+    known = known_to_caches(multiplied_by_rows, FastSums, sources=(product.__file__, *casts))
     with nullcontext() if by_kernels else eager_precision_casts(), launched, known:
         yield
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups.transforms.float8 import compiler_settings
 from lightning_ups.transforms.float8 import layers as float8_layers
+from lightning_ups.transforms.float8 import product as float8_product
 from lightning_ups.transforms.float8.convert import convert_to_float8
 from lightning_ups.transforms.recompute.wrapping import recompute
 
@@ -339,3 +340,23 @@ def test_values_and_gradients_on_a_gpu_are_torchaos_bit_for_bit(rows, compiles, 
         net.down.compile(fullgraph=True)
     with compiler_settings(recipe) if compiles else nullcontext():
         assert_equal(trained_on_gpu(net, rows), wanted)
+
+
+# Columns: of weights, and of gradients and inputs.
+@pytest.mark.parametrize(("recipe", "columns", "maxima"), [("rowwise", 3 + 5, 3 + 5), ("rowwise_with_gw_hp", 3, 0)])
+def test_a_graph_casts_a_shared_input_once_in_each_order(recipe, columns, maxima):
+    forward, backward = graphs_of(converted(recipe=recipe))
+    assert forward[OURS.float8_scaled_rows.default] == 3 + 2  # weights, what gate and up share, what down is given
+    assert backward[OURS.float8_scaled_rows.default] == 3
+    both = forward + backward  # the smaller of an input and its cast is kept
+    assert both[OURS.float8_scaled_columns.default] == columns
+    assert both[OURS.float8_column_maxima.default] == maxima
+
+
+@beside_torchao
+def test_what_is_recomputed_casts_no_weight_in_the_order_of_forward_by_rows(monkeypatch):
+    monkeypatch.setattr(float8_product, "_kernel_scales", lambda _: True)  # as on a GPU
+    net = converted(recipe="rowwise")
+    with recompute([net], save="matmuls"):
+        _, backward = graphs_of(net)
+    assert backward[OURS.float8_scaled_rows.default] == 3  # gradients
