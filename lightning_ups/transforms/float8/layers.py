@@ -1,4 +1,4 @@
-"""Adapts torchao's linear layers, also those in MXFP8, to all inputs of nn.Linear; raises for what they do not support."""
+"""Adapts torchao's linear layers to all inputs of nn.Linear, and raises for what they do not support."""
 
 from collections.abc import Callable
 from functools import cache

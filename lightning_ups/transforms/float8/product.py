@@ -5,9 +5,9 @@ compiles faster, and the cost of a cast does not depend on what it is fused with
 after those of the products: the compiler then reads the incoming gradient from memory, where the casts need it anyway,
 and does not compute it twice.
 
-With one scale per matrix, one cast of the input serves both products that read it, in the memory order of each; backward
-keeps the cast instead of the values, at half the bytes. With one scale per row, the input is kept for backward in its
-own dtype, since backward needs it in another memory order; a compiler may recompute it instead.
+With one scale per matrix, one cast of the input serves both products that read it, in the memory order of each;
+backward keeps the cast instead of the values, at half the bytes. With one scale per row, the input is kept for backward
+in its own dtype, since backward needs it in another memory order; a compiler may recompute it instead.
 
 Shape suffixes: M rows of K values, to N outputs; R is M rounded up to the size that products require.
 """

@@ -1,6 +1,6 @@
 """Recomputation of activations in the backward pass."""
 
-from lightning_ups.transforms.recompute.determinism import note_recomputed_otherwise
+from lightning_ups.transforms.recompute.kept import note_recomputed_otherwise
 from lightning_ups.transforms.recompute.wrapping import (
     Kept,
     Save,

@@ -24,10 +24,15 @@ from lightning_ups._compat.torch.tensors.ops import Operator, costly_ops, is_com
 from lightning_ups.kernels.float8_casts import maxima
 from lightning_ups.transforms.error_hints import explaining_torch_func
 from lightning_ups.transforms.forward import Forward, replaced_forward
-from lightning_ups.transforms.recompute.buffers import Buffers, Taken
-from lightning_ups.transforms.recompute.drawn import DrawnBefore, run_with_drawn
-from lightning_ups.transforms.recompute.held import Held, HeldBefore
 from lightning_ups.transforms.recompute.kept import CALLED_TRACED, TRACED, TRACED_IDLE, Copies, Kept, Measurement
+from lightning_ups.transforms.recompute.second_run import (
+    Buffers,
+    DrawnBefore,
+    Held,
+    HeldBefore,
+    Taken,
+    run_with_drawn,
+)
 
 __all__ = [
     "Kept",
