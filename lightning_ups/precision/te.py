@@ -20,14 +20,12 @@ from lightning_ups._compat.optional.te import (
     checkpoint_by,
     engine,
     forget_scales,
-    holds_engine_modules,
     why_not_on,
 )
 from lightning_ups.insight.advise import decide_on_rank0, engine_layers, engine_name, modules_of, read_first
 from lightning_ups.order import PrecisionCapabilities, Report, Run, Weights
 from lightning_ups.order.arguments import OnNoEffect, check_choice, check_kind, check_least, raise_or_warn
 from lightning_ups.precision.converting import ConvertingPrecision, Filter
-from lightning_ups.transforms.casting import kept_in_float32, within
 from lightning_ups.transforms.fsdp import is_sharded
 from lightning_ups.transforms.on_module import OnModule
 from lightning_ups.transforms.sharding import DATA, TENSOR
@@ -184,7 +182,6 @@ class TEPrecision(ConvertingPrecision):
     @override
     def convert_layers(self, module: LightningModule) -> None:
         self._check_place(module)
-        self._check_in_float32(module)
         self._last_scales, self._proven, self._begun = {}, False, False
         losers = self._losers(module) if self.filter == "auto" else {}
         conversion = self.conversion = self._converted(module, losers)
@@ -364,17 +361,6 @@ class TEPrecision(ConvertingPrecision):
         why = why_not_on(device.type) if recipe is None else recipe.why_not(device)
         if why is not None:
             raise RuntimeError(_incapable(self.recipe, device.type, why))
-
-    def _check_in_float32(self, module: nn.Module) -> None:
-        precise = within(kept_in_float32(module, self.policy.in_float32).values())
-        if self.recipe is None or not precise:
-            return
-        if theirs := [name for name in holds_engine_modules(module) if module.get_submodule(name) in precise]:
-            raise ValueError(
-                f"TEPrecision(in_float32={[*self.policy.in_float32]}) names {theirs[0]}, or what holds it."
-                " A module of Transformer Engine that the model has itself computes in float8 wherever it is called."
-                " Take it out of in_float32, or use a module of torch there."
-            )
 
 
 def _split(size: int) -> str:

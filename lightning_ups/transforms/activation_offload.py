@@ -33,14 +33,12 @@ class Offloaded:
         moved_bytes: Bytes copied to the host, each storage once.
         left_bytes: Bytes saved on the device: small tensors, tensor subclasses, and tensors with a conjugate or
             negative bit.
-        shared: Number of saved tensors that shared a storage already moved.
         late: Number of tensors that were needed before their load began.
     """
 
     ran: set[nn.Module] = field(default_factory=set)
     moved_bytes: int = 0
     left_bytes: int = 0
-    shared: int = 0
     late: int = 0
 
 
@@ -65,11 +63,6 @@ class _Pool:
 
     def give_back(self, memory: Tensor, mark: Mark) -> None:
         self._free.append((memory, mark))
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of host memory that the pool has allocated, and keeps."""
-        return sum(memory.nbytes for memory in self._all)
 
     def close(self) -> None:
         for memory in self._all:
@@ -250,7 +243,6 @@ class _Mover:
         key = (_storage(tensor), start, nbytes, tensor._version)
         for earlier in (run, self._last):
             if earlier is not None and (found := earlier.find(key)) is not None:
-                self.done.shared += 1
                 return found
         size = tensor.element_size()
         raw = tensor.detach().as_strided((nbytes // size,), (1,), start // size).view(torch.uint8)

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from lightning_ups.transforms.on_module import OnModule
-from lightning_ups.transforms.quoted import first_line
 
 __all__ = ["kv_cache_as_before", "without_kv_cache"]
 
@@ -24,17 +23,14 @@ def without_kv_cache(module: nn.Module) -> Iterator[list[str]]:
 
     Yields:
         The names of the changed settings, such as ``model.config.text_config.use_cache``.
-
-    Raises:
-        ValueError: If a config cannot be changed.
     """
     found = {name: config for name, config in _configs(module) if getattr(config, "use_cache", None) is True}
     changed: list[Any] = []
     outer = _OFF.get(module) or []
     _OFF.keep(module, [*outer, *found.values()])
     try:
-        for name, config in found.items():
-            _turn_off(name, config)
+        for config in found.values():
+            config.use_cache = False
             changed.append(config)
         yield [f"{name}.use_cache" for name in found]
     finally:
@@ -57,17 +53,6 @@ def kv_cache_as_before(module: nn.Module) -> Iterator[None]:
     finally:
         for config in turned_off:
             config.use_cache = False
-
-
-def _turn_off(name: str, config: Any) -> None:
-    try:
-        config.use_cache = False
-    except (AttributeError, TypeError) as error:  # includes FrozenInstanceError
-        raise ValueError(
-            f"{name}.use_cache is on and cannot be turned off: {first_line(error)}."
-            " The cache is of no use in training, and recomputation and compilation of single blocks break on it."
-            " Build the model with use_cache=False."
-        ) from error
 
 
 def _configs(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -108,7 +108,6 @@ def test_what_blocks_save_is_moved_once_and_nothing_else():
         model(x).sum().backward()
     assert 0.9 * saved <= done.moved_bytes <= saved
     assert memory.on_host == done.moved_bytes
-    assert done.shared > 0
 
 
 def test_parameters_views_and_casts_of_them_are_left_alone():
