@@ -32,15 +32,7 @@ _OF_TYPES = ("dtype", "scalar type", "scalartype", "bias type", "bfloat16")
 
 @contextmanager
 def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[None]:
-    """Explain errors of ``step`` of a sharded model that are caused by shards or by the dtype of gathered weights.
-
-    Args:
-        step: The name of the step.
-        param_dtype: The dtype in which modules compute; None: that of the parameters.
-
-    Raises:
-        RuntimeError: If the step fails for such a reason.
-    """
+    """Explain errors of ``step`` of a sharded model that are caused by shards or by the dtype of gathered weights."""
     try:
         yield
     except RuntimeError as error:
@@ -48,18 +40,14 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
         if error.__cause__ is None and "mixed torch.Tensor and DTensor" in said:
             raise RuntimeError(
                 f"{step} reads a parameter outside the forward of its module, which the first step did not do:"
-                f" {said}."
-                " Parameters that the first step reads in this way are gathered in every step; this one is not."
-                " Call the module instead of a method of it, or name the parameters:"
+                f" {said}. Call the module instead of a method of it, or name the parameters:"
                 " FSDP2Strategy(outside=['encoder.*.weight'])."
             ) from error
         if any(words in said for words in _OF_WHAT_WAS_FREED):
             raise RuntimeError(
                 f"{step} uses gathered parameters after they were freed: {said}."
-                " FSDP2 gathers them for backward if a module returns tensors, containers of tensors, or objects with"
-                " tensors as attributes. A second backward through one graph (retain_graph=True) may also come after"
-                " they are freed."
-                " Return tensors, or use strategy='ddp'."
+                " A module must return tensors, containers of them, or objects with tensors as attributes, and a graph"
+                " has one backward. Return tensors, or use strategy='ddp'."
             ) from error
         if (text := _about_types(step, said, error, param_dtype)) is not None:
             raise RuntimeError(text) from error
@@ -69,15 +57,7 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
 
 @contextmanager
 def explaining_types(step: str, *, param_dtype: torch.dtype | None) -> Iterator[None]:
-    """Explain errors of ``step`` of a sharded model that are caused by the dtype of gathered weights.
-
-    Args:
-        step: The name of the step.
-        param_dtype: The dtype in which modules compute; None: that of the parameters.
-
-    Raises:
-        RuntimeError: If the step fails for such a reason.
-    """
+    """Explain errors of ``step`` of a sharded model that are caused by the dtype of gathered weights."""
     try:
         yield
     except RuntimeError as error:
@@ -92,8 +72,7 @@ def _explain_shards_differentiated(step: str, said: str, error: BaseException) -
     if error.__cause__ is None and "appears to not have been used in the graph" in said:
         raise RuntimeError(
             f"{step} asks torch.autograd.grad for a gradient that the graph does not have: {said}."
-            " A forward uses gathered parameters, while a parameter read outside of it is a shard, which is not in the"
-            " graph; allow_unused=True would return None."
+            " A parameter read outside of a forward is a shard, which is not in the graph."
             " To balance losses by gradients of parameters, use strategy='ddp', or gradients of a module's output."
         ) from error
 
@@ -105,8 +84,7 @@ def _about_types(step: str, said: str, error: BaseException, param_dtype: torch.
         return (
             f"{step} computes with tensors of two dtypes: {said}."
             f" This precision gathers weights as {param_dtype} and casts the inputs of blocks and roots, but not"
-            " tensors that a forward creates in another dtype."
-            " Use BF16Precision(), whose autocast casts if an operator needs it."
+            " tensors that a forward creates. Use BF16Precision(), whose autocast casts if an operator needs it."
             f" Or cast the tensor, as in x.to(self.weight.dtype), or {float32_for(error)}; if it is an input of a"
             " module that is not among the blocks, name that module in blocks=[...]."
         )
@@ -114,7 +92,6 @@ def _about_types(step: str, said: str, error: BaseException, param_dtype: torch.
     if low in said.lower() and any(words in said.lower() for words in _OF_NO_KERNEL):
         return (
             f"{step} calls an operator that does not support {param_dtype}: {said}."
-            f" This precision gathers weights as {param_dtype}, and casts the inputs of blocks and roots to it."
             f" Cast the tensor there, as in x.float(), or {float32_for(error)}."
         )
     return None
@@ -122,14 +99,7 @@ def _about_types(step: str, said: str, error: BaseException, param_dtype: torch.
 
 @contextmanager
 def explaining_shards_read(step: str) -> Iterator[None]:
-    """Explain errors of ``step`` that are caused by computing with shards from ``parameters()``.
-
-    Args:
-        step: The name of the step.
-
-    Raises:
-        RuntimeError: If the step fails for this reason.
-    """
+    """Explain errors of ``step`` that are caused by computing with shards from ``parameters()``."""
     try:
         yield
     except RuntimeError as error:  # also NotImplementedError
@@ -203,12 +173,7 @@ def note_second_backward(error: BaseException, *, kind: Literal["compiled", "sel
 
 
 def note_no_kernel(error: BaseException, *, asked: str) -> None:
-    """Add a hint to ``error`` if none of the allowed attention kernels supports a call.
-
-    Args:
-        error: The error that ended the run.
-        asked: The argument that allows the kernels, as it was given.
-    """
+    """Add a hint to ``error`` if no kernel supports a call of those that the argument ``asked`` allows."""
     if isinstance(error, RuntimeError) and "No available kernel" in str(error):
         error.add_note(
             f"{asked} allows no other attention kernel, and none of these supports this call,"
@@ -224,15 +189,7 @@ def _ends_compiled(error: BaseException) -> bool:
 
 @contextmanager
 def explaining_torch_func(block: nn.Module, *, part: str) -> Iterator[None]:
-    """Explain errors of ``block`` that are caused by its use of `torch.func`.
-
-    Args:
-        block: The block that runs.
-        part: The name of the callback that has saved-tensor hooks on it.
-
-    Raises:
-        RuntimeError: If it fails for this reason.
-    """
+    """Explain errors of ``block``, which has saved-tensor hooks of ``part``, if `torch.func` in it causes them."""
     try:
         yield
     except RuntimeError as error:

@@ -20,7 +20,7 @@ from lightning_ups.callbacks.logs.progress import LeanProgressBar
 from lightning_ups.data import RandomTokens
 from lightning_ups.models.gpt import GPT, SIZES, Block, GPTConfig, GPTModule
 from lightning_ups.order import applied
-from lightning_ups.transforms.casting.in_float32 import computing_in_float32
+from lightning_ups.transforms.casting.cast import computing_in_float32
 from lightning_ups.transforms.tensor_parallel import parallelize, plan_of
 from tests.late_device import Reads
 from tests.toys import trainer

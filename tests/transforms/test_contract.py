@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ups.transforms.activation_offload import offload_activations
-from lightning_ups.transforms.casting.cast import cast_around
-from lightning_ups.transforms.casting.in_float32 import computing_in_float32
+from lightning_ups.transforms.casting.cast import cast_around, computing_in_float32
 from lightning_ups.transforms.compile.compiler import Compiler, compiled
 from lightning_ups.transforms.float8.convert import convert_to_float8
 from lightning_ups.transforms.forward import replaced_forward

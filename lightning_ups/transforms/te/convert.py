@@ -59,14 +59,6 @@ class TEConversion:
         """The number of modules of each class of Transformer Engine."""
         return Counter(borrower.kind for borrower in self.borrowers.values())
 
-    @property
-    def layouts(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """For each module by name: Transformer Engine's parameter names, and the model's names for each."""
-        return {
-            name: {theirs: tuple(slot.name for slot in slots) for theirs, slots in borrower.slots.items()}
-            for name, borrower in self.borrowers.items()
-        }
-
     def lay_together(self) -> None:
         """Give weights that are computed as one product a common memory, on the device on which they stay."""
         for slots in self._joined():
@@ -227,11 +219,7 @@ class _Work:
             if any(name in self._losers for name in (fusion.norm, *fusion.parts)):
                 continue
             if why := self._unfusable(fusion, joining=True):
-                raise ValueError(
-                    f"The fusion of {fusion.norm} with {', '.join(fusion.parts)} cannot be made."
-                    f" The reason: {why}."
-                    " Change that, or take the fusion out."
-                )
+                raise ValueError(f"The fusion of {fusion.norm} with {', '.join(fusion.parts)} cannot be made: {why}.")
             self._fuse(fusion, undo)
         for fusion in [*fusions_in(self._root, (), ready=ready)]:
             if fusion.norm in self.converted:

@@ -104,11 +104,6 @@ def test_what_computes_what():
     assert done.converted["layers.0.attention.q_norm"] == "RMSNorm"
     assert done.converted["layers.0.ffn.gate"] == "LayerNormMLP"
     assert done.skipped == {"norm": "outside the blocks", "head": "outside the blocks"}
-    assert done.layouts["layers.0.ffn"] == {
-        "layer_norm_weight": ("layers.0.ffn_norm.weight",),
-        "fc1_weight": ("layers.0.ffn.gate.weight", "layers.0.ffn.up.weight"),
-        "fc2_weight": ("layers.0.ffn.down.weight",),
-    }
 
 
 def test_patterns_choose():
@@ -294,7 +289,7 @@ def test_fusions_by_patterns():
 def test_a_fusion_that_cannot_be_made_is_refused(change, why):
     model = Stack()
     change(model)
-    with pytest.raises(ValueError, match=rf"The fusion of blocks\.0\..*The reason: .*{why}.*take the fusion out"):
+    with pytest.raises(ValueError, match=rf"The fusion of blocks\.0\..* cannot be made: .*{why}"):
         convert_to_te(model, fusions=OWN)
     assert not any("__reduce_ex__" in vars(type(m)) for m in model.modules())  # what was converted before it is undone
 
