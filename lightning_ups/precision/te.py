@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -24,7 +24,7 @@ from lightning_ups._compat.optional.te import (
 )
 from lightning_ups.insight.advise import decide_on_rank0, engine_layers, engine_name, modules_of, read_first
 from lightning_ups.order import PrecisionCapabilities, Report, Run, Weights
-from lightning_ups.order.arguments import OnNoEffect, check_choice, check_kind, check_least, raise_or_warn
+from lightning_ups.order.arguments import OnNoEffect, check_choice, check_least, raise_or_warn
 from lightning_ups.precision.converting import ConvertingPrecision, Filter
 from lightning_ups.transforms.fsdp import is_sharded
 from lightning_ups.transforms.on_module import OnModule
@@ -127,16 +127,9 @@ class TEPrecision(ConvertingPrecision):
             in_float32=in_float32,
             on_no_effect=on_no_effect,
         )
-        choices: dict[str, tuple[object, Sequence[object]]] = {
-            "recipe": (recipe, (*RECIPES, None)),
-            "number_format": (number_format, (*get_args(Format), None)),
-            "fuse": (fuse, get_args(Fuse)),
-            "amax_compute": (amax_compute, (*get_args(AmaxCompute), None)),
-        }
-        for name, (value, known) in choices.items():
-            check_choice(name, value, known, of="TEPrecision", why="It stands for one of Transformer Engine's own.")
+        why = "It stands for one of Transformer Engine's own."
+        check_choice("recipe", recipe, (*RECIPES, None), of="TEPrecision", why=why)
         check_least("amax_history", amax_history, 1, of="TEPrecision", why="It counts steps.", optional=True)
-        check_kind("margin", margin, int, of="TEPrecision", why="It is a power of two.")
         _check_options(
             recipe,
             number_format=number_format,

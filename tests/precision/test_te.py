@@ -301,9 +301,6 @@ def test_from_yaml():
     ("given", "first", "cure"),
     [
         ({"recipe": "delay"}, "recipe='delay'", "Use one of ('delayed', 'current', 'block', 'mxfp8', None)"),
-        ({"number_format": "e5m2"}, "number_format='e5m2'", "'hybrid', 'e4m3'"),
-        ({"recipe": "delayed", "amax_compute": "mean"}, "amax_compute='mean'", "'most_recent'"),
-        ({"fuse": "some"}, "fuse='some'", "'auto', 'all', 'none'"),
         ({"recipe": "delayed", "amax_history": 0}, "amax_history=0", "Use 1 or more"),
         ({"amax_history": 16}, "recipe='current') is given with amax_history=16", "Use recipe='delayed', or leave"),
         ({"recipe": "block", "margin": 1}, "(recipe='block') is given with margin=1", "leave margin out"),

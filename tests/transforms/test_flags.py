@@ -186,18 +186,6 @@ def test_nothing_that_can_run_is_an_error():
         pass
 
 
-def test_a_kernel_that_the_build_lacks_is_an_error_that_names_the_others(monkeypatch):
-    def lacks_flash(name, *, device):
-        return "Torch was not compiled with flash attention." if name == "flash" else None
-
-    monkeypatch.setattr("lightning_ups.transforms.flags.attention_kernel_error", lacks_flash)
-    with (
-        pytest.raises(RuntimeError, match=r"not compiled with flash.*Leave it out: attention=\['math'\]"),
-        attention_backends(["flash", "math"], device=CPU),
-    ):
-        pass
-
-
 def test_trying_a_kernel_draws_nothing_and_changes_nothing():
     state, before = torch.get_rng_state(), read_attention()
     assert attention_kernel_error("flash", device=CPU) is None
@@ -217,13 +205,6 @@ def test_auto_before_others_is_refused_since_they_would_never_be_used():
         Flags(attention=["auto", "fa4"])
 
 
-def test_auto_is_what_torch_does_on_a_cpu():
-    function = F.scaled_dot_product_attention
-    with attention_backends(["fa4", "auto"], device=CPU):
-        assert F.scaled_dot_product_attention is function
-        assert FLASH in kernels(attend, tokens(CPU))
-
-
 @pytest.mark.parametrize("names", [["flash", "auto"], ["fa4", "cudnn", "flash", "auto"]], ids=str)
 def test_on_a_cpu_auto_does_what_the_kernels_in_front_of_it_cannot(names):
     def drops(x):
@@ -234,24 +215,6 @@ def test_on_a_cpu_auto_does_what_the_kernels_in_front_of_it_cannot(names):
         assert MATH in kernels(drops, tokens())
     assert "auto" not in without_effect(Flags(attention=names), device=CPU).get("attention", "")
     assert "auto: no effect" in without_effect(Flags(attention=["math", "auto"]), device=CPU)["attention"]
-
-
-def test_a_list_inside_of_one_that_replaces_torchs_function_counts(monkeypatch):
-    monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset({"cudnn"}))
-
-    def model(x):
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-    with attention_backends(["auto"], device=CPU):
-        assert FLASH in kernels(model, tokens())
-        with attention_backends(["math"], device=CPU):
-            assert MATH in kernels(model, tokens())
-        assert FLASH in kernels(model, tokens())
-
-
-def test_of_kernels_that_only_a_gpu_has_the_others_are_left():
-    with attention_backends(["fa4", "cudnn", "math"], device=CPU):
-        assert MATH in kernels(attend, tokens(CPU))
 
 
 def test_a_kernel_that_is_not_torchs_is_refused_with_the_reason_where_it_cannot_run():

@@ -180,13 +180,6 @@ def test_no_rows_and_inference_go_as_before(recipe):
         assert torch.equal(net(x), found)
 
 
-@every_recipe
-def test_a_second_derivative_is_refused(recipe):
-    net, x = converted(recipe=recipe), torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(net(x).float().square().sum(), x, create_graph=True)
-
-
 def test_half_of_the_bytes_of_an_input_are_kept_for_backward():
     kept = {}
     for by_kernels in (False, True):
