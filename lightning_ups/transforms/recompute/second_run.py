@@ -8,7 +8,6 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import islice, takewhile
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -54,8 +53,6 @@ class Held:
         # TorchScript modules hold theirs in C++, where they cannot be replaced.
         self._modules = [module for module in block.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._left_out = [_names_left_out(module) for module in self._modules]
-        # All modules have these first. A forward draws no random numbers from them.
-        self._first_own = [_num_leading(vars(module), _STRUCTURE | {"training"}) for module in self._modules]
 
     def run(self, before: list[HeldBefore], forward: Callable[[], Any]) -> Any:
         """Run ``forward``; ``before`` gets the attributes in the first run."""
@@ -69,11 +66,6 @@ class Held:
         finally:
             self._put(now)
 
-    def own_values(self, before: Iterable[HeldBefore]) -> Iterator[Any]:
-        """Yield the modules' own attributes."""
-        for first, held in zip(self._first_own, before, strict=True):
-            yield from islice(held.attributes.values(), first, None)
-
     def _put(self, states: Iterable[HeldBefore]) -> None:
         for left_out, (module, attributes, parameters, trained, buffers) in zip(self._left_out, states, strict=True):
             _set(vars(module), attributes, left_out)
@@ -83,20 +75,10 @@ class Held:
                 _set_trained(parameters.values(), trained)
 
 
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of ``module`` that its forward may read and write, by name."""
-    left_out = _names_left_out(module)
-    return {name: value for name, value in vars(module).items() if name not in left_out}
-
-
 def _now(module: nn.Module) -> HeldBefore:
     parameters = {**module._parameters}
     trained = [parameter is not None and parameter.requires_grad for parameter in parameters.values()]
     return HeldBefore(module, {**vars(module)}, parameters, trained, {**module._buffers})
-
-
-def _num_leading(names: Iterable[str], of: Container[str]) -> int:
-    return sum(1 for _ in takewhile(lambda name: name in of, names))
 
 
 class _AllButTraining:
@@ -131,7 +113,6 @@ class Taken(NamedTuple):
 
     module: nn.Module
     name: str
-    is_plain: bool
     tensor: torch.Tensor
     value: torch.Tensor
 
@@ -139,16 +120,12 @@ class Taken(NamedTuple):
 class Buffers:
     """The buffers below ``block`` that its forward changes, found in the first forward of each training mode.
 
-    Each forward updates the running statistics of batch norm, and the power iteration of spectral norm. A plain tensor
-    attribute that a forward writes to counts as a buffer here.
+    Each forward updates the running statistics of batch norm, and the power iteration of spectral norm.
     """
 
     def __init__(self, block: nn.Module) -> None:
-        modules = [*block.modules()]
-        buffers = [(module, name, False) for module in modules for name, _ in module.named_buffers(recurse=False)]
-        plain = [(module, name, True) for module in modules for name in _plain(module)]
-        self._all: list[tuple[nn.Module, str, bool]] = [*buffers, *plain]
-        self._changing: dict[tuple[bool, ...], list[tuple[nn.Module, str, bool]]] = {}
+        self._all = [(module, name) for module in block.modules() for name, _ in module.named_buffers(recurse=False)]
+        self._changing: dict[tuple[bool, ...], list[tuple[nn.Module, str]]] = {}
 
     def run(self, before: list[Taken], forward: Callable[[], Any]) -> Any:
         """Run ``forward``; ``before`` gets the values of the buffers in the first run."""
@@ -165,7 +142,7 @@ class Buffers:
             if self._mode not in self._changing:
                 # By value: versions do not count writes to `.data`, and a buffer may be another tensor now.
                 before[:] = [taken for taken in before if not _is_as_it_was(taken)]
-                self._changing[self._mode] = [(taken.module, taken.name, taken.is_plain) for taken in before]
+                self._changing[self._mode] = [(taken.module, taken.name) for taken in before]
         return result
 
     def _run_again(self, before: Sequence[Taken], forward: Callable[[], Any]) -> Any:
@@ -180,37 +157,23 @@ class Buffers:
 
     def _take(self) -> list[Taken]:
         places = self._changing.get(self._mode, self._all)
-        buffers = ((place, _place(place[0], is_plain=place[2]).get(place[1])) for place in places)
-        return [Taken(*place, tensor, tensor.clone()) for place, tensor in buffers if isinstance(tensor, torch.Tensor)]
+        buffers = ((module, name, module._buffers.get(name)) for module, name in places)
+        return [Taken(module, name, held, held.clone()) for module, name, held in buffers if held is not None]
 
     @property
     def _mode(self) -> tuple[bool, ...]:
-        return tuple(module.training for module, _, _ in self._all)
-
-
-def _plain(module: nn.Module) -> list[str]:
-    if isinstance(module, torch.jit.ScriptModule):
-        return []
-    own = _own_attributes(module)
-    # A tensor with a gradient is a result, not a buffer.
-    return [name for name, value in own.items() if isinstance(value, torch.Tensor) and not value.requires_grad]
-
-
-def _place(module: nn.Module, *, is_plain: bool) -> MutableMapping[str, Any]:
-    return vars(module) if is_plain else module._buffers
+        return tuple(module.training for module, _ in self._all)
 
 
 def _put_buffers(values: Sequence[Taken]) -> None:
     with torch.no_grad():
-        for module, name, is_plain, buffer, value in values:
-            _place(module, is_plain=is_plain)[name] = buffer
+        for module, name, buffer, value in values:
+            module._buffers[name] = buffer
             buffer.copy_(value)
 
 
 def _is_as_it_was(taken: Taken) -> bool:
-    now = _place(taken.module, is_plain=taken.is_plain).get(taken.name)
-    if taken.is_plain and now is not taken.tensor:
-        return True  # a replacement is restored with all attributes
+    now = taken.module._buffers.get(taken.name)
     if now is None or not has_values(now):
         return False  # unknown: assume it changed
     if now.shape != taken.value.shape or now.layout is not taken.value.layout:
@@ -231,15 +194,14 @@ class DrawnBefore(NamedTuple):
         return now is self.state or (self.get is random.getstate and now == self.state)
 
 
-def run_with_drawn(before: list[list[DrawnBefore]], attributes: Iterable[Any], forward: Callable[[], Any]) -> Any:
-    """Run ``forward``; ``before`` gets the states of random number generators in the first run.
+def run_with_drawn(before: list[list[DrawnBefore]], forward: Callable[[], Any]) -> Any:
+    """Run ``forward``; ``before`` gets the states of Python's and NumPy's global generators in the first run.
 
-    They are Python's and NumPy's global generators, and those among ``attributes``, and continue afterwards as if there
-    had been no second run. Torch's checkpoint does this for torch's own: that of the CPU, and that of the arguments'
-    device.
+    These continue afterwards as if there had been no second run. Torch's checkpoint does this for torch's own: that of
+    the CPU, and that of the arguments' device.
     """
     if not before:
-        drawn = [DrawnBefore(get, set_, get()) for get, set_ in _generators(attributes)]
+        drawn = [DrawnBefore(get, set_, get()) for get, set_ in _generators()]
         result = forward()
         before.append([each for each in drawn if not each.is_unmoved()])
         return result
@@ -256,21 +218,10 @@ def _put_drawn(states: Iterable[DrawnBefore]) -> None:
         drawn.set(drawn.state)
 
 
-def _generators(attributes: Iterable[Any]) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     yield random.getstate, random.setstate
-    if (numpy := sys.modules.get("numpy.random")) is not None:
+    if "numpy.random" in sys.modules:
         yield _NUMPY.get, _NUMPY.set
-    for value in attributes:
-        kind = type(value)
-        if kind is torch.Generator:
-            yield value.get_state, value.set_state
-        elif kind is random.Random:
-            yield value.getstate, value.setstate
-        elif numpy is not None and kind is numpy.RandomState:
-            yield value.get_state, value.set_state
-        elif numpy is not None and kind is numpy.Generator:
-            bits = value.bit_generator
-            yield (lambda bits=bits: bits.state), (lambda state, bits=bits: setattr(bits, "state", state))
 
 
 class _NumPy:

@@ -80,8 +80,8 @@ def recompute(
     """Recompute ``blocks`` in backward while the context is open, keeping only what ``save`` selects.
 
     The second run equals the first: it draws the same random numbers, from torch's generators of the CPU and of the
-    arguments' device, from Python's and NumPy's, and from generators that are attributes within the block. Buffers,
-    attributes and `requires_grad` are those of the first run, and changes by the second run are undone.
+    arguments' device, and from Python's and NumPy's. Buffers, attributes and `requires_grad` are those of the first
+    run, and changes by the second run are undone.
 
     Args:
         blocks: The blocks, each recomputed separately.
@@ -141,7 +141,6 @@ def refuse_recomputed(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
         if told and (module in inside or not chosen.isdisjoint(module.modules())):
             raise ValueError(
                 f"{name or type(model).__name__} has {told[0]}=True: it recomputes its blocks itself."
-                " Recomputing them twice would cost a third forward and save nothing more."
                 " Turn it off, in transformers by activation_checkpointing_disable() or, in older ones,"
                 " gradient_checkpointing_disable(), in timm by set_grad_checkpointing(False), or do without"
                 " ActivationCheckpoint."
@@ -168,9 +167,8 @@ def _named_ops(names: str | Sequence[str]) -> list[Operator]:
     ops = operators([names] if isinstance(names, str) else names)
     for op in filter(is_composite, ops):
         raise ValueError(
-            f"The operator {op.name()!r} never runs itself."
-            " It is decomposed into others before a kernel is chosen, as aten.linear into aten.addmm."
-            " Name the operators into which it is decomposed, or use save='matmuls'."
+            f"The operator {op.name()!r} never runs itself. Name the operators into which it is decomposed, as"
+            " aten.linear is into aten.addmm, or use save='matmuls'."
         )
     return ops
 
@@ -206,7 +204,7 @@ def _recomputed(inner: Forward, *, ops: tuple[Operator, ...]) -> Forward:
             kept.ran_again = self
         with _explaining_writes(kept.name(self)), explaining_torch_func(self, part="ActivationCheckpoint"):
             forward = partial(buffers.run, before.buffers, partial(inner, self, *args, **kwargs))
-            return held.run(before.held, lambda: run_with_drawn(before.drawn, held.own_values(before.held), forward))
+            return held.run(before.held, partial(run_with_drawn, before.drawn, forward))
 
     # A function of this package, not `partial(checkpoint, inner)`: Dynamo skips torch's own frames, so a block whose
     # forward is torch.utils.checkpoint itself would silently not be compiled.
@@ -281,9 +279,7 @@ def _refuse_torch_func(block: nn.Module) -> None:
     if in_torch_func():
         raise RuntimeError(
             f"torch.func (vmap, grad, jvp, jacrev ...) is applied to {type(block).__name__}, which ActivationCheckpoint"
-            " recomputes."
-            " torch.func does not support recomputation."
-            " Name other blocks in ActivationCheckpoint(blocks=[...]), leave it out, or use"
+            " recomputes. Name other blocks in ActivationCheckpoint(blocks=[...]), leave it out, or use"
             " torch.autograd.grad(..., create_graph=True) with save='nothing'."
         )
 
@@ -296,11 +292,8 @@ def _is_cache(value: Any) -> bool:
 def _refuse_key_value_cache(block: nn.Module, caches: Iterable[Any]) -> None:
     for cache in caches:
         raise RuntimeError(
-            f"{type(block).__name__} is given a key-value cache, {type(cache).__name__}, and ActivationCheckpoint"
-            " recomputes it."
-            " Its second run would append the same keys and values to the cache again, and attend to both."
-            " Train with use_cache=False; if the cache holds a prefix, as in PEFT's prefix tuning, leave"
-            " ActivationCheckpoint out or use prompt tuning, which needs no cache."
+            f"{type(block).__name__} is given a key-value cache, {type(cache).__name__}, to which the second run by"
+            " ActivationCheckpoint would append again. Train with use_cache=False, or leave ActivationCheckpoint out."
         )
 
 
