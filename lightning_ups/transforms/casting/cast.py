@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from lightning_ups.transforms.blocks import select_blocks
 from lightning_ups.transforms.forward import Forward, replaced_forward
@@ -54,8 +53,11 @@ def cast_around(
                 for handle in running.follow(outer):
                     undo.callback(handle.remove)
             before = _Cast(None if module in given_as_is else inputs, "inputs", around=around)
-            undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            undo.callback(module.register_forward_hook(_Cast(outputs, "outputs", around=around)).remove)
+            after = _Cast(outputs, "outputs", around=around)
+            before.handle = module.register_forward_pre_hook(before, with_kwargs=True)
+            undo.callback(before.handle.remove)
+            after.handle = module.register_forward_hook(after)
+            undo.callback(after.handle.remove)
         yield
 
 
@@ -84,32 +86,28 @@ class _Running:
         self.now = False
 
 
-class _Hook:
-    """A hook that does nothing in a copy of its module, from which nobody would remove it."""
+class _Cast:
+    """A hook. Its copy does nothing, and removes itself from the copied module when it is first called."""
 
-    @override
-    def __reduce__(self) -> Any:
-        return _in_a_copy, ()
-
-
-def _in_a_copy() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_: Any) -> None:
-    """Take the place of a `_Hook` in a copy."""
-
-
-class _Cast(_Hook):
     def __init__(
         self, dtype: torch.dtype | None, what: Literal["inputs", "outputs"], *, around: Sequence[_Running] = ()
     ) -> None:
         self.dtype, self.what, self.around = dtype, what, around
+        self.handle: RemovableHandle | None = None
+        self.copied = False
 
     def __call__(self, module: nn.Module, args: Any, values: Any) -> Any:
+        if self.copied:
+            if not torch.compiler.is_compiling() and self.handle is not None:  # Dynamo cannot trace a handle
+                self.handle.remove()
+            return None
         if any(running.now for running in self.around):
             return None
         return cast_tensors(values if self.what == "outputs" else (args, values), self.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The copy of the handle belongs to the copied module's hooks.
+        return {**vars(self), "copied": True}
 
 
 def cast_tensors(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -178,8 +176,8 @@ def telling_rounded_losses(
         yield
 
 
-class _Look(_Hook):
-    """Acts once."""
+class _Look:
+    """A hook that acts once; its copy does not."""
 
     def __init__(self, dtype: torch.dtype, cure: str, tell: Callable[[str], Any]) -> None:
         self.dtype, self.cure, self.tell, self.done = dtype, cure, tell, False
@@ -194,6 +192,9 @@ class _Look(_Hook):
                 f"{type(module).__name__} computes its loss in {str(self.dtype).removeprefix('torch.')}, whose numbers"
                 f" have eight bits, in steps of about a hundredth. {self.cure}"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "done": True}
 
 
 def _loss_of(values: Any) -> Any:

@@ -180,13 +180,15 @@ def pickled(module):
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, pickled])
-def test_a_copy_does_not_cast(clone):
+def test_a_copy_does_not_cast_and_keeps_no_hooks(clone):
     layer, x = nn.Linear(2, 2), torch.ones(1, 2, dtype=torch.float64)
     with cast_around([layer], inputs=torch.float32, outputs=torch.float64):
         twin = clone(layer)
         with pytest.raises(RuntimeError, match="dtype"):
             twin(x)
         assert twin(x.float()).dtype is torch.float32, "neither way"
+        assert not twin._forward_pre_hooks
+        assert not twin._forward_hooks
         assert layer(x).dtype is torch.float64, "the original goes on"
     assert not layer._forward_pre_hooks
     assert not layer._forward_hooks
