@@ -27,7 +27,7 @@ changes from round to round.
 
 --breakdown adds the seconds of all lanes in each part of a load, and during how many of them a core was at work, which
 may be waiting for a GPU. A part within another one counts once. It costs some microseconds for each part, on all sides.
-One thread runs `start sums`, `wait for sums` and `compare sums` after all lanes: these are seconds of the load.
+Each lane runs `start sums`, `wait for sums` and `compare sums` when it has read its share.
 
 The last command compares checksums by GB/s on one core, in pieces of one MiB: of 512 MB in memory, and of one piece
 that stays in the cache.

@@ -12,8 +12,8 @@ Note [Sums on the device]. Saving and loading are limited by the cores and the m
 of a tensor on a GPU are therefore computed there, in one call for each tensor. The host receives 8 bytes per row, and
 only computes CRC-32 of these sums and of the bytes after the last row.
 
-While a checkpoint is loaded, threads only read: a launch of a sum would make them wait for one another in Python. When
-all bytes are on the GPU, one thread launches the sums of all tensors, and compares them before anything is returned.
+While a checkpoint is loaded, a thread only reads: launching sums in between would make the others wait in Python. When
+it has read its share, it launches the sums of its tensors and compares them, while the others may still read.
 """
 
 import json

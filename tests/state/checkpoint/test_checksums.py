@@ -26,7 +26,7 @@ from lightning_ups.state.checkpoint.checksums import (
     checksum,
 )
 from lightning_ups.state.checkpoint.io import lanes, reading
-from lightning_ups.state.checkpoint.io.lanes import Lane, verify_on_devices
+from lightning_ups.state.checkpoint.io.lanes import Lane
 from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
 
 FLIPS = 240  # over all files of one folder
@@ -272,7 +272,7 @@ def test_the_device_computes_the_sums_that_the_host_computes(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(("batch", "expected"), [(3, [3]), (2, [2, 1]), (1, [1, 1, 1])])
-def test_a_device_sums_many_tensors_at_once_when_all_are_filled(tmp_path, monkeypatch, batch, expected):
+def test_a_device_sums_many_tensors_at_once_when_a_thread_has_filled_them(tmp_path, monkeypatch, batch, expected):
     """A thread that launched them while it reads would make the others wait for it in Python."""
     tensors, seen = {f"w{index}": torch.randn(2**18) for index in range(3)}, []
     Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
@@ -290,7 +290,7 @@ def test_a_device_sums_many_tensors_at_once_when_all_are_filled(tmp_path, monkey
         patch.setattr(lanes, "row_sums", noted)
         patch.setattr(lanes, "BATCH", batch * sums.CHUNK)
         patch.setattr(Lane, "_direct", lambda self, row: False)
-        read_into(targets, FolderReader(tmp_path / "a", threads=2))
+        read_into(targets, FolderReader(tmp_path / "a", threads=1))
     assert seen == expected
     monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
     assert all(targets[f"state_dict.{name}"].equal(weight) for name, weight in tensors.items())
@@ -390,7 +390,7 @@ def test_a_part_of_a_saved_tensor_is_verified_on_the_device_too(tmp_path, monkey
         with (tmp_path / "file").open("rb") as file, device_sums(monkeypatch) as summed:
             reader = RecordReader(file, offset=0, record=record, name="file")
             lane.fill(target, reader, start)
-            verify_on_devices([lane])
+            lane.verify()
         assert target.equal(whole[start:end])
         assert summed == on_device
 
@@ -413,7 +413,7 @@ def test_a_part_that_begins_within_a_chunk_is_verified_in_all_its_pieces(tmp_pat
         with nullcontext() if flipped is None else pytest.raises(DamagedFileError, match="file is damaged"):
             lane.fill(target, reader, 2**19)
             lane.settle()
-            verify_on_devices([lane])
+            lane.verify()
     if flipped is None:
         assert target.equal(whole[2**19 : 2**19 + len(target)])
 

@@ -122,11 +122,11 @@ class Lanes:
         def work_to_the_end(number: int) -> None:
             work(lanes[number], number, parts[number])
             lanes[number].settle()
+            lanes[number].verify()
 
         crew = _Crew(lanes, work_to_the_end, size=len(parts))
         try:
             crew.work()
-            verify_on_devices(lanes)
         except BaseException:
             try:
                 crew.end()
@@ -248,7 +248,7 @@ class Lane:
             yield buffer.content()
 
     def fill(self, target: Tensor, reader: RecordReader, place: int) -> None:
-        """Fill ``target``, a row of bytes, and verify it; `settle` and `verify_on_devices` must follow.
+        """Fill ``target``, a row of bytes, and verify it; `settle` and `verify` must follow.
 
         Args:
             target: To be filled.
@@ -289,17 +289,13 @@ class Lane:
             for buffer in buffers:
                 buffer.wait()
 
-    def take_unverified(self) -> list[Chunks]:
-        """Return what devices must still verify; it counts as verified from now on."""
-        unverified, self._unverified = self._unverified, []
-        return unverified
-
-    def verify(self, unverified: Iterable[Chunks]) -> None:
-        """Verify chunks that are on their device: while the host compares some sums, it computes those of the next.
+    def verify(self) -> None:
+        """Verify the chunks that are on their device: while the host compares some sums, the device computes others.
 
         Raises:
             DamagedFileError: If anything differs from what was written.
         """
+        unverified, self._unverified = self._unverified, []
         under_way: tuple[_Buffer, list[Chunks]] | None = None
         for number, batch in enumerate(_batches(unverified)):
             buffer = self._both(batch[0].data.device)[number % 2]
@@ -375,16 +371,6 @@ class _Buffer:
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-
-
-def verify_on_devices(lanes: Sequence[Lane]) -> None:
-    """Verify what ``lanes`` have left to devices, see Note [Sums on the device].
-
-    Raises:
-        DamagedFileError: If anything differs from what was written.
-    """
-    if unverified := [chunks for lane in lanes for chunks in lane.take_unverified()]:
-        lanes[0].verify(unverified)
 
 
 def _batches(unverified: Iterable[Chunks]) -> Iterator[list[Chunks]]:
