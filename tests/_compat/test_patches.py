@@ -164,28 +164,6 @@ def test_nothing_is_replaced_outside_of_the_register():
     assert found - EXCEPTIONS.keys() == set(), "enter it in _compat/patches.py, and apply it from there"
 
 
-def test_the_search_finds_what_it_is_for():
-    text = """
-import torch
-from torch.distributed.tensor import DTensor
-from unittest.mock import patch
-def change(trainer, state):
-    def new():
-        pass
-    kind: Any = DTensor
-    torch.cuda.synchronize = new
-    kind.data = None
-    state._pre_backward = partial(new)
-    trainer.fit_loop.advance = new
-    trainer.fit_loop.skip = lambda: None
-    patch.object(torch, "ones", new)
-    setattr(DTensor, "zeros", new)
-    torch.backends.cudnn.benchmark = True
-    state.note = 3
-"""
-    assert _replaced(ast.parse(text)) == ["mock", "synchronize", "data", "_pre_backward", "advance", "skip", "setattr"]
-
-
 def _replaced(tree):
     imported = {
         (alias.asname or alias.name).partition(".")[0]
