@@ -60,7 +60,6 @@ class AccelerationFlags(Declaration):
             else is logged, before a checkpoint, and at the end of the run, also after an exception.
 
     Raises:
-        TypeError: If a value has the wrong type.
         ValueError: If a value is out of range, or an attention kernel unknown.
         RuntimeError: When the run starts, if an attention kernel or an allocator setting is not available on the
             device.

@@ -48,7 +48,6 @@ class DevicePrefetch(Callback):
         min_kb: Tensors smaller than this many KiB are copied as usual, since overlapping them costs more than the copy.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If ``min_kb`` is negative.
 
     Example::

@@ -1,12 +1,10 @@
 """Checks arguments whose wrong values would fail late or be misread, and reports those without an effect.
 
-Types are left to the type checker and to jsonargparse, except for numbers.
+Types are left to the type checker and to jsonargparse.
 """
 
 import math
-import sys
 from collections.abc import Sequence, Sized
-from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -15,45 +13,20 @@ __all__ = [
     "OnNoEffect",
     "check_choice",
     "check_finite",
-    "check_kind",
     "check_least",
     "check_on_no_effect",
     "check_path",
-    "check_seed",
     "check_some",
     "raise_or_warn",
 ]
 
 OnNoEffect = Literal["raise", "warn"]
 
-_KINDS = {int: (Integral, "a whole number"), float: (Real, "a number")}  # includes numpy's numbers
-
 
 def check_choice(name: str, value: object, choices: Sequence[object], *, of: str, why: str) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{of}({name}={value!r}) is not a known choice. {why} Use one of {tuple(choices)}.")
-
-
-def check_kind(
-    name: str, value: Any, kind: type[int] | type[float], *, of: str, why: str, optional: bool = False
-) -> None:
-    """Raise TypeError unless ``value`` is a number of ``kind``. An int is accepted as a float; a bool is not a number.
-
-    Args:
-        name: The name of the argument.
-        value: Its value.
-        kind: ``int`` or ``float``.
-        of: The class that takes the argument.
-        why: A sentence that says what the argument is.
-        optional: Whether it may be None.
-    """
-    if value is None and optional:
-        return
-    number, words = _KINDS[kind]
-    if not isinstance(value, number) or isinstance(value, bool):
-        words += ", or None" if optional else ""
-        raise TypeError(f"{of}({name}={value!r}) is a {type(value).__name__}. {why} Use {words}.")
 
 
 def check_on_no_effect(value: OnNoEffect, *, of: str) -> OnNoEffect:
@@ -77,22 +50,10 @@ def check_path(name: str, value: Any, *, of: str, why: str) -> None:
 
 
 def check_least(name: str, value: Any, least: int, *, of: str, why: str, optional: bool = False) -> None:
-    """Raise unless ``value`` is an integer from ``least`` to ``sys.maxsize``."""
-    check_kind(name, value, int, of=of, why=why, optional=optional)
-    if value is not None and not least <= value <= sys.maxsize:
-        most = "" if value < least else f", up to {sys.maxsize}"
+    """Raise ValueError if ``value`` is a number below ``least``; ``optional`` says that None is allowed."""
+    if value is not None and value < least:
         words = ", or None" if optional else ""
-        raise ValueError(f"{of}({name}={value}) is out of range. {why} Use {least} or more{most}{words}.")
-
-
-def check_seed(seed: int, *, of: str, why: str) -> None:
-    """Raise unless ``seed`` is valid for a ``torch.Generator``."""
-    check_kind("seed", seed, int, of=of, why=why)
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(
-            f"{of}(seed={seed}) is out of range. {why} Use a number of 64 bits, such as 0: torch's generators take no"
-            " longer one."
-        )
+        raise ValueError(f"{of}({name}={value}) is out of range. {why} Use {least} or more{words}.")
 
 
 def check_finite(
@@ -105,8 +66,7 @@ def check_finite(
     most: float | None = None,
     optional: bool = False,
 ) -> None:
-    """Raise unless ``value`` is a finite number: at least 0 or, if given, larger than ``above``; at most ``most``."""
-    check_kind(name, value, float, of=of, why=why, optional=optional)
+    """Raise ValueError unless ``value`` is finite: at least 0 or, if given, larger than ``above``; at most ``most``."""
     if value is None:
         return
     enough = value >= 0 if above is None else value > above

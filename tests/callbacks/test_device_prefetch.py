@@ -472,12 +472,6 @@ def test_a_negative_size_is_refused():
         DevicePrefetch(min_kb=float("nan"))
 
 
-@pytest.mark.parametrize(("arguments", "cure"), [({"min_kb": "64"}, "Use a number")])
-def test_an_argument_of_another_kind_is_refused(arguments, cure):
-    with pytest.raises(TypeError, match=cure):
-        DevicePrefetch(**arguments)
-
-
 # What it costs
 
 

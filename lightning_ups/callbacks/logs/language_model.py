@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_ups.order.arguments import check_finite, check_least, check_seed
+from lightning_ups.order.arguments import check_finite, check_least
 
 __all__ = ["TextSample", "UnigramBaseline"]
 
@@ -31,7 +31,7 @@ class TextSample(Callback):
         seed: The seed for sampling.
 
     Raises:
-        TypeError: If an argument has the wrong type; when fitting starts, if module or datamodule lack a method.
+        TypeError: When fitting starts, if module or datamodule lack a method.
         ValueError: If a number is out of range; when fitting starts, if the prompt has no tokens.
     """
 
@@ -48,7 +48,6 @@ class TextSample(Callback):
         why = "It divides the logits; with 0, the most likely token is chosen."
         check_finite("temperature", temperature, of="TextSample", why=why)
         check_least("top_k", top_k, 1, of="TextSample", why="It counts tokens to draw from.", optional=True)
-        check_seed(seed, of="TextSample", why="It is for sampling.")
         self.prompt, self.num_tokens = prompt, num_tokens
         self.temperature, self.top_k, self.seed = float(temperature), top_k, int(seed)  # torch takes no long int
 

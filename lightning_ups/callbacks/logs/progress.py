@@ -31,7 +31,6 @@ class LeanProgressBar(TQDMProgressBar):
         metrics: Names of logged metrics to show, in addition to those with ``prog_bar=True``.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If ``refresh_rate`` is negative; 0 hides the bar.
     """
 

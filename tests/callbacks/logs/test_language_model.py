@@ -109,7 +109,6 @@ def test_compiles_nothing_for_the_growing_text(tmp_path):
         ("num_tokens", -1, "Use 0 or more."),
         ("temperature", -0.1, "Use a finite number, 0 or more"),
         ("top_k", 0, "Use 1 or more, or None."),
-        ("seed", 2**64, "Use a number of 64 bits"),
     ],
 )
 def test_what_is_out_of_range_is_told_at_construction(name, value, cure):
