@@ -178,10 +178,8 @@ def _forward(
     count = valid_N.sum().to(torch.promote_types(dtype, torch.float32))
     lift = _lift(hidden, weight, dtype, reduction)
     per_row = torch.where(valid_N, lift / count if reduction == "mean" else torch.ones_like(count), 0.0)
-    if reduction == "none":
-        want_hidden = want_weight = False
-    settings = Settings(z_loss, softcap)
-    found = _chunks(hidden, weight, targets, per_row, settings, chunk, dtype, round_logits, (want_hidden, want_weight))
+    want = reduction != "none" and want_hidden, reduction != "none" and want_weight
+    found = _chunks(hidden, weight, targets, per_row, Settings(z_loss, softcap), chunk, dtype, round_logits, want)
     total = found.losses if reduction == "none" else found.losses.sum()
     if reduction == "mean":
         total = total / count
@@ -204,8 +202,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden states and weight, given those of each row's loss."""
     per_row = torch.where(targets != ignore_index, grad_loss, 0.0)
-    settings = Settings(z_loss, softcap)
-    found = _chunks(hidden, weight, targets, per_row, settings, chunk, dtype, round_logits, (want_hidden, want_weight))
+    want = want_hidden, want_weight
+    found = _chunks(hidden, weight, targets, per_row, Settings(z_loss, softcap), chunk, dtype, round_logits, want)
     return found.grad_hidden, found.grad_weight
 
 

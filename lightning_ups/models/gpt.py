@@ -246,20 +246,12 @@ def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:
 
 def plain_weight(head: nn.Module) -> Tensor:
     """Return the weight of ``head``, whose forward is not going to be called."""
-    if type(head).forward is not Linear.forward:
+    converted = type(head).forward is not Linear.forward or "forward" in head.__dict__
+    if converted or isinstance(head.weight, DTensor):
         raise ValueError(
-            f"The head became a {type(head).__name__}, whose forward loss='chunked' does not call."
-            " Leave the head out of the conversion, or use loss='logits'."
-        )
-    if "forward" in head.__dict__:
-        raise ValueError(
-            "The head's forward was replaced by in_float32 or a callback, and loss='chunked' does not call it."
-            " Leave the head out of in_float32 and of blocks, or use loss='logits'."
-        )
-    if isinstance(head.weight, DTensor):
-        raise ValueError(
-            "The head's weight is split over devices, by tensor parallelism or as a sharded block, and loss='chunked'"
-            " needs all of it. Use loss='logits', or, without tensor parallelism, leave the head out of blocks."
+            f"loss='chunked' reads the head's weight without its forward, and the head is a {type(head).__name__} that"
+            " was converted, computes in float32, or is split over devices. Leave the head out of conversions,"
+            " in_float32 and blocks, or use loss='logits'."
         )
     assert isinstance(head.weight, Tensor)
     return head.weight
