@@ -108,7 +108,7 @@ def test_a_missing_package_is_named_with_its_extra(on, monkeypatch):
     check.cache_clear()
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-ups\[flash\]'"):
         check("fa4", H200)
-    with pytest.raises(ModuleNotFoundError, match=r"Build it with .*, or use backend 'fa4'"):
+    with pytest.raises(ModuleNotFoundError, match=r"Build it by .*, or use backend 'fa4'"):
         check("fa3", H200)
     monkeypatch.undo()
     on = able(CPU)
