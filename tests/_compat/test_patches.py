@@ -140,7 +140,6 @@ EXCEPTIONS = {
     "commands/machine/packages.py: stdout": "public",
     "commands/machine/packages.py: stderr": "public",
     "config/suggestions.py: error": "public, of one parser",
-    "insight/memory/described_run.py: mock": "the step of an optimizer of a dry run",
     "insight/memory/described_run.py: take_over": "our own",
     "insight/memory/cuda.py: mock": "functions of a dry run",
     "insight/throughput/flops.py: scaled_dot_product_attention": "public, while operations are counted",

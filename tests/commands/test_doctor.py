@@ -135,7 +135,7 @@ def test_what_several_rows_build_on_is_tried_once(monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_runs_by_itself():
-    code = "import sys; from lightning_ups.commands.doctor import main; sys.exit(main(['--json', '--require', 'ddp']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "lightning_ups", "doctor", "--json", "--require", "fsdp2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["packages"]["lightning"]["loads"]
     assert done.stderr == ""

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Literal
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from lightning_ups._compat.torch import probes
 from lightning_ups.commands.machine.packages import KNOWN, Machine
@@ -157,29 +156,21 @@ def _attention(name: AttentionBackend) -> Check:
     return check
 
 
-def _distributed(*modules: str, gpus: int = 2, alone: str) -> Check:
-    """Return a check that the modules import, and that as many GPUs are there as make sense."""
-
-    def check(machine: Machine) -> Finding | None:
-        if not torch.distributed.is_available():
-            return Finding(verdict="no", why="this torch is built without torch.distributed")
-        for module in modules:
-            importlib.import_module(module)
-        if not machine.gpus:
-            return Finding(verdict="limited", why="CPU processes over gloo: correct, and fast enough for tests only")
-        if len(machine.gpus) < gpus:
-            return Finding(verdict="limited", why=f"{len(machine.gpus)} GPU is visible: {alone}")
-        return None
-
-    return check
+def _fsdp2(machine: Machine) -> Finding | None:
+    if not torch.distributed.is_available():
+        return Finding(verdict="no", why="this torch is built without torch.distributed")
+    if not machine.gpus:
+        return Finding(verdict="limited", why="CPU processes over gloo: correct, and fast enough for tests only")
+    if len(machine.gpus) == 1:
+        return Finding(verdict="limited", why="1 GPU is visible: there is nothing to shard over")
+    return None
 
 
 def _simple_fsdp(machine: Machine) -> Finding | None:
     compiler = examine(_BY_NAME["compile-gpu" if machine.gpus else "compile-cpu"], machine)
     if compiler.verdict == "no":
-        return Finding(verdict="no", why=f"is nothing without torch.compile: {compiler.why}", cure=compiler.cure)
-    modules = ("torch.distributed.tensor", "torch.nn.utils.parametrize")
-    return _distributed(*modules, alone="there is nothing to shard over")(machine)
+        return Finding(verdict="no", why=f"needs torch.compile: {compiler.why}", cure=compiler.cure)
+    return _fsdp2(machine)
 
 
 def _nccl(machine: Machine) -> Finding | None:
@@ -189,24 +180,6 @@ def _nccl(machine: Machine) -> Finding | None:
         pairs = ", ".join(f"{a}-{b}" for a, b in machine.unlinked[:4])
         return Finding(verdict="limited", why=f"GPUs {pairs} reach each other through the host only")
     return None
-
-
-def _async_checkpoint(_: Machine) -> Finding | None:
-    if not hasattr(importlib.import_module("torch.distributed.checkpoint"), "async_save"):
-        return Finding(verdict="no", why="this torch has no torch.distributed.checkpoint.async_save")
-    return None
-
-
-def _activation_checkpointing(machine: Machine) -> None:
-    calls: list[int] = []
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return x.sin()
-
-    x = torch.ones(2, device=machine.device, requires_grad=True)
-    checkpoint(block, x, use_reentrant=False).sum().backward()
-    assert len(calls) == 2, "the block was not run again in backward"
 
 
 TECHNIQUES: tuple[Technique, ...] = (
@@ -284,38 +257,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         packages=["flash-attn-4"],
     ),
     Technique(name="flex-attention", title="FlexAttention", group="attention", check=_flex_attention),
-    Technique(
-        name="ddp",
-        title="DDP",
-        group="several devices",
-        check=_distributed("torch.nn.parallel", alone="there is nothing to average over"),
-    ),
-    Technique(
-        name="fsdp2",
-        title="FSDP2 (fully_shard)",
-        group="several devices",
-        check=_distributed("torch.distributed.fsdp", alone="there is nothing to shard over"),
-    ),
+    Technique(name="fsdp2", title="FSDP2 (fully_shard)", group="several devices", check=_fsdp2),
     Technique(name="simple-fsdp", title="SimpleFSDP (DTensor, compiled)", group="several devices", check=_simple_fsdp),
-    Technique(
-        name="hsdp",
-        title="HSDP (shard and replicate)",
-        group="several devices",
-        check=_distributed("torch.distributed.fsdp", gpus=4, alone="shards and replicas take four, or two nodes"),
-    ),
-    Technique(
-        name="tensor-parallel",
-        title="tensor parallelism (DTensor)",
-        group="several devices",
-        check=_distributed("torch.distributed.tensor.parallel", alone="there is nothing to split over"),
-    ),
     Technique(name="nccl", title="NCCL", group="several devices", gpus=1, check=_nccl),
-    Technique(
-        name="activation-checkpointing",
-        title="activation checkpointing",
-        group="memory",
-        check=_activation_checkpointing,
-    ),
     Technique(
         name="optimizer-offload",
         title="optimizer state in host memory",
@@ -323,18 +267,5 @@ TECHNIQUES: tuple[Technique, ...] = (
         gpus=1,
         check=lambda machine: probes.pinned_copy(machine.device),
     ),
-    Technique(
-        name="async-checkpoint",
-        title="checkpoints in the background (DCP)",
-        group="output",
-        check=_async_checkpoint,
-    ),
-    Technique(
-        name="hf-export",
-        title="Hugging Face checkpoints",
-        group="output",
-        packages=["transformers", "safetensors"],
-    ),
-    Technique(name="tensorboard", title="TensorBoard logs", group="output", packages=["tensorboard"]),
 )
 _BY_NAME = {technique.name: technique for technique in TECHNIQUES}

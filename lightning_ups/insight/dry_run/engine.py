@@ -3,7 +3,7 @@
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -50,16 +50,15 @@ class DryRun:
         self.module, self.batch = copies.copy(module, "self"), copies.copy(batch, "the batch")
         if isinstance(self.module, LightningModule):
             self.module._trainer = self.trainer  # type: ignore[assignment]  # the setter wants a Trainer
-            self.set_optimizers([], backward=_backward)
+            self._set_optimizers([])
 
     @property
     def float8_flops(self) -> int:  # noqa: D102
         return self.copies.float8_flops if isinstance(self.copies, PlainCopies) else 0
 
-    def set_optimizers(self, optimizers: Any, *, schedulers: int = 0, backward: Callable[..., None]) -> None:
-        """Let the module's step use these optimizers, and ``backward`` for ``manual_backward``."""
+    def _set_optimizers(self, optimizers: Sequence[Any], *, schedulers: int = 0) -> None:
         self.trainer.optimizers = [*optimizers]
-        replace_methods(self.module, optimizers=optimizers, schedulers=schedulers, backward=backward)
+        replace_methods(self.module, optimizers=optimizers, schedulers=schedulers, backward=_backward)
 
     def use_stand_in_optimizers(self) -> None:
         """Let the module's step use as many optimizers as it has in training; all are no-ops."""
@@ -69,8 +68,7 @@ class DryRun:
         optimizers, schedulers = ([], []) if real is None else (real.optimizers, real.lr_scheduler_configs)
         if not optimizers and not self.module.automatic_optimization:
             optimizers, schedulers = optimizers_of(self.module.configure_optimizers())
-        stand_ins = [StandInOptimizer() for _ in optimizers]
-        self.set_optimizers(stand_ins, schedulers=len(schedulers), backward=_backward)
+        self._set_optimizers([StandInOptimizer() for _ in optimizers], schedulers=len(schedulers))
         vars(self.module).update(dict.fromkeys(("toggle_optimizer", "untoggle_optimizer"), lambda *_, **__: None))
 
     @contextmanager

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
-from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,12 +17,11 @@ from torch.optim import Optimizer
 from lightning_ups._compat.lightning.fit_setup import optimizers_of
 from lightning_ups._compat.torch.fake_tensors import NEEDS_VALUES, fake_mode
 from lightning_ups.insight.dry_run import DryRun, FakeCopies, call_training_step, loss_in
-from lightning_ups.insight.memory.account import Ledger, Phase
+from lightning_ups.insight.memory.account import Ledger
 from lightning_ups.insight.memory.compiled import as_compiled
 from lightning_ups.insight.memory.cuda import step_as_on_cuda
 from lightning_ups.insight.memory.offloaded import HostMemory
 from lightning_ups.insight.memory.step import Step, StepParts, measure
-from lightning_ups.insight.memory.tensor_parallel import cut_for_one_device
 from lightning_ups.optim import MasteredOptimizer
 from lightning_ups.optim.adamw_step import suits_one_kernel
 from lightning_ups.optim.low_bit import make_state_alone
@@ -35,7 +33,6 @@ from lightning_ups.transforms.blocks import Blocks, roots, select_blocks, with_l
 from lightning_ups.transforms.casting import cast_around, computing_in_float32, kept_in_float32, matmul_weights, within
 from lightning_ups.transforms.kv_cache import without_kv_cache
 from lightning_ups.transforms.recompute import recompute
-from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
 
 __all__ = ["Change", "OptimizerShare", "Uncountable", "measure_run", "optimizer_share"]
 
@@ -79,7 +76,6 @@ def measure_run(
     optimizers: Callable[[nn.Module], Any] | None = None,
     change: Change | None = None,
     microbatches: int = 1,
-    tensor_parallel: tuple[Any, int] | None = None,
 ) -> Step:
     """Return the memory of a training step of ``run`` on one device that has the unsharded model.
 
@@ -92,17 +88,12 @@ def measure_run(
         optimizers: Creates the optimizer in place of ``configure_optimizers``.
         change: Settings that replace those of the run.
         microbatches: Batches in an optimizer step.
-        tensor_parallel: The plan of tensor parallelism and the number of devices: the step is that of one of them.
 
     Raises:
         Uncountable: If it cannot run on fake tensors.
     """
-    is_manual = not run.module.automatic_optimization
-    if is_manual and run.strategy.shards:
-        raise Uncountable(
-            f"{type(run.module).__name__} uses manual optimization, which cannot be planned under a sharding strategy,"
-            f" since all-gathers and reductions are counted for one forward and backward pass. {_MEASURE}"
-        )
+    if not run.module.automatic_optimization:
+        raise Uncountable(f"{type(run.module).__name__} uses manual optimization, which cannot be planned. {_MEASURE}")
     change, ledger = change or Change(), Ledger()
     with ExitStack() as stack, _errors_explained(run):
         dry_run = _dry_run(run, batch, dtype=_parameter_dtype(run))
@@ -112,16 +103,12 @@ def measure_run(
             masters = _convert(module, run, stack)
             batch = run.precision.convert_input(dry_run.batch)
         stack.enter_context(without_kv_cache(module))
-        if tensor_parallel is not None:
-            plan, size = tensor_parallel
-            cut_for_one_device(module, styles=styles_of(module, plan=plan_of(module, plan), size=size), size=size)
         with dry_run.opened():
             _cast(module, run, stack)
         _recompute(module, run, change, stack)
         compiled = _compile(module, run, change, ledger, stack)
         host = HostMemory(ledger)
-        if tensor_parallel is None:
-            _offload(module, run, change, host, stack)
+        _offload(module, run, change, host, stack)
         make = partial(_make_optimizers, module, optimizers, run=run, ledger=ledger)
         parts = StepParts(
             module=module,
@@ -134,7 +121,6 @@ def measure_run(
             batch=batch,
             around_forward=lambda: _autocast(run),
             microbatches=min(microbatches, 2),  # a third one is like the second
-            own_step=partial(_manual_step, dry_run, batch) if is_manual else None,
         )
         return replace(measure(parts, ledger=ledger), on_host=host.used)
 
@@ -334,41 +320,6 @@ def _loss(module: LightningModule, batch: Any) -> Tensor:
             f" memory of backward is unknown. {_MEASURE}"
         )
     return loss
-
-
-def _manual_step(dry_run: DryRun, batch: Any, optimizers: Sequence[Optimizer], begin: Callable[[Phase], None]) -> None:
-    """Run a ``training_step`` with manual optimization, and report its phases to ``begin``."""
-    module = dry_run.module
-
-    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        begin("backward")
-        loss.backward(*args, **kwargs)
-        begin("forward")
-
-    def reporting(step: Callable[[], Any]) -> Callable[..., Any]:
-        def reported(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
-            loss = None if closure is None else closure()
-            begin("optimizer")
-            step()
-            begin("forward")
-            return loss
-
-        return reported
-
-    @contextmanager
-    def toggled(optimizer: Optimizer, **_: Any) -> Iterator[None]:
-        module.toggle_optimizer(optimizer)
-        yield
-        module.untoggle_optimizer(optimizer)
-
-    dry_run.set_optimizers(optimizers, schedulers=1, backward=backward)
-    with ExitStack() as stack:
-        for optimizer in optimizers:
-            vars(optimizer).update(
-                toggle_model=partial(toggled, optimizer), sync_gradients=lambda *_, **__: nullcontext()
-            )
-            stack.enter_context(patch.object(optimizer, "step", reporting(optimizer.step)))
-        call_training_step(module, batch)
 
 
 def _make_optimizers(

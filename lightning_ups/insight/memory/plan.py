@@ -79,11 +79,14 @@ class Planner:
     Args:
         run: The run.
         batch: The argument of ``training_step`` on one device.
-        settings: Of the strategy: ``sharding``, ``reshard_after_forward``, ``replicate_size``, ``offload``,
-            ``tensor_parallel_size``, ``tensor_parallel_plan``. None: those of the strategy of ``run``.
+        settings: Of the strategy: ``sharding``, ``reshard_after_forward``, ``replicate_size``, ``offload``. None: those
+            of the strategy of ``run``.
         optimizers: Creates the optimizer in place of ``configure_optimizers``.
         microbatches: Batches in an optimizer step.
         device: The GPU. None: unknown; the plan does not say what fits.
+
+    Raises:
+        Uncountable: If the strategy uses tensor parallelism.
     """
 
     def __init__(
@@ -99,6 +102,11 @@ class Planner:
         self.run, self.batch, self.device = run, batch, device
         self.samples, self.tokens = batch_size(batch), sequence_length(batch)
         self._settings = run.strategy.settings if settings is None else settings
+        if (size := self._settings.get("tensor_parallel_size") or 1) > 1:
+            raise Uncountable(
+                f"{run.strategy.name}(tensor_parallel_size={size}) splits layers, which a plan does not count."
+                " Plan without it, or measure one step: `fit` with fast_dev_run and MemoryForensics."
+            )
         self._optimizers, self._microbatches = optimizers, microbatches
         self._steps: dict[Any, Step] = {}
 
@@ -190,7 +198,7 @@ class Planner:
 
     def moves_nothing(self) -> bool:
         """Return whether a configured callback would offload activations and finds none to offload."""
-        if not self._offloads_activations(self.declared) or self._tensor_parallel(self.declared):
+        if not self._offloads_activations(self.declared):
             return False
         return not self._at(self.declared, self._samples_of(self.declared)).on_host
 
@@ -239,7 +247,7 @@ class Planner:
                     rank=rank,
                 )
         in_one_graph = run.compiled_by_user or one_graph(run)
-        if Stage.OFFLOAD not in steps and not in_one_graph and not self._tensor_parallel(self.declared):
+        if Stage.OFFLOAD not in steps and not in_one_graph:
             yield Variant(
                 name="ActivationOffload",
                 **_callback("ActivationOffload"),
@@ -270,7 +278,7 @@ class Planner:
                     price="a little slower; another optimizer",
                     rank=8,
                 )
-        if self.samples is not None and self.samples > 1 and run.module.automatic_optimization:
+        if self.samples is not None and self.samples > 1:
             yield Variant(
                 name=f"batch {self.samples // 2}, accumulated twice",
                 yaml=f"data.init_args.batch_size: {self.samples // 2}\ntrainer.accumulate_grad_batches:"
@@ -330,14 +338,12 @@ class Planner:
 
     def _step(self, variant: Variant, *, samples: int | None = None, tokens: int | None = None) -> Step:
         run = self._run(variant)
-        tensor_parallel = self._tensor_parallel(variant)
         microbatches = round(self._microbatches / variant.samples)
         # Strategies that copy the model have equal steps, and so have those that shard it in hooks.
         key = (
             variant.change,
             run.strategy.shards,
             run.strategy.whole_graph,
-            tensor_parallel is None,
             min(microbatches, 2),  # a third one is like the second
             samples,
             tokens,
@@ -352,7 +358,6 @@ class Planner:
                 optimizers=self._optimizers,
                 change=variant.change,
                 microbatches=microbatches,
-                tensor_parallel=tensor_parallel,
             )
         return self._steps[key]
 
@@ -386,10 +391,9 @@ class Planner:
             chunk = 0
         computed = computed or stored
         replicas = self._settings.get("replicate_size", 1) if variant.strategy is None else 1
-        _, tensor = self._tensor_parallel(variant) or (None, 1)
         return Layout(
             sharding=sharding,
-            shards=1 if sharding == "none" else max(self.devices // replicas // tensor, 1),
+            shards=1 if sharding == "none" else max(self.devices // replicas, 1),
             stored=stored,
             computed=computed,
             gathered_float8=1 if self._gathers_float8(run) else computed,
@@ -421,12 +425,6 @@ class Planner:
                 shares |= {"optimizer state": share, "master weights": share}
                 chunk = step.chunk_bytes  # type: ignore[attr-defined]
         return {**shares, **variant.host}, chunk
-
-    def _tensor_parallel(self, variant: Variant) -> tuple[Any, int] | None:
-        """Return the plan of tensor parallelism and its size, if there is one."""
-        plan, size = self._settings.get("tensor_parallel_plan"), self._settings.get("tensor_parallel_size", 1)
-        declared = variant.strategy is None and self.run.strategy.ours
-        return (plan, size) if declared and plan is not None and size > 1 else None
 
     def _gathers_float8(self, run: Run) -> bool:
         precision = run.precision

@@ -33,8 +33,6 @@ class StepParts:
         microbatches: Batches in an optimizer step.
         gradients: Whether the optimizers get gradients without a backward pass.
         counted: The submodules by which parameters are counted, by name. None: ``blocks``.
-        own_step: Runs a training step with manual optimization, in place of ``loss``. Called with the optimizers and
-            with a function that it calls when a phase begins.
     """
 
     module: nn.Module
@@ -48,7 +46,6 @@ class StepParts:
     microbatches: int = 1
     gradients: bool = False
     counted: Mapping[str, nn.Module] | None = None
-    own_step: Callable[[Sequence[Optimizer], Callable[[Phase], None]], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +80,12 @@ class Step:
 
 def measure(parts: StepParts, *, ledger: Ledger) -> Step:
     """Run two optimizer steps, the first to create optimizer state, and return the memory of the second."""
-    run_step = _step if parts.own_step is None else _manual_step
     with parts.opened(), _blocks_followed(parts.blocks, ledger), ledger:
         optimizers = _set_up(parts, ledger)
         with _gradients_claimed(parts, ledger):
-            if parts.own_step is not None:
-                run_step(parts, ledger, optimizers)  # it may free gradients before or after
             fixed = ledger.now()
             ledger.forget_peaks()
-            saved = run_step(parts, ledger, optimizers)
+            saved = _step(parts, ledger, optimizers)
     float8_weights = {layer.weight for layer in float8_linears(parts.module).values()}
     return Step(
         peaks={phase: moment for phase, moment in ledger.peaks.items() if phase != "setup"},
@@ -115,21 +109,6 @@ def _step(parts: StepParts, ledger: Ledger, optimizers: Sequence[Optimizer]) -> 
     for optimizer in optimizers:
         optimizer.step()
     return saved
-
-
-def _manual_step(parts: StepParts, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Moment:
-    assert parts.own_step is not None
-    saved = [Moment()]
-
-    def begin(phase: Phase) -> None:
-        if phase == "backward":
-            saved.append(ledger.now())
-        ledger.start(phase)
-
-    begin("forward")
-    with as_on_cuda(), parts.around_forward():
-        parts.own_step(optimizers, begin)
-    return max(saved, key=lambda moment: moment.total)
 
 
 def _set_up(parts: StepParts, ledger: Ledger) -> list[Optimizer]:
