@@ -327,7 +327,6 @@ def predict(model: str, *, tiny: bool) -> dict[str, Any]:
     (advice,) = advise(trial, recipes=["tensorwise"], steps=8 if tiny else 25, timer=_made_up if tiny else None)
     return {
         "step_ms": advice.step_ms,
-        "busy_ms": advice.busy_ms,
         "products_ms": advice.products_ms,
         "gain_all": advice.gain(advice.layers),
         "gain_auto": advice.gain(advice.winners),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_ups._compat.optional.te import engine
-from lightning_ups.commands.trial import Trial, WorkClock
+from lightning_ups.commands.trial import StepClock, Trial
 from lightning_ups.insight.advise import (
     ENGINE,
     Advice,
@@ -81,11 +81,6 @@ def show(trial: Trial, **asked: Any) -> int:
     if best.step_ms is not None:
         share = best.products_ms / best.step_ms
         print(f"a step in bfloat16 takes {best.step_ms:.1f} ms, and these products {share:.0%} of it")
-    if best.idle is not None:
-        print(
-            f"the device does something in {best.busy_ms:.1f} ms of it and waits for the host in the rest:"
-            " less work for it changes little; larger batches do, quicker data, Compile, and its mode auto"
-        )
     for advice in choices:
         print(f"{advice.recipe:20} {advice.verdict()}")
     print(*_cure(best, _settings(trial, best, head=asked.get("head", False), tokens=asked.get("tokens"))), sep="\n")
@@ -164,10 +159,10 @@ def advise(
     if table is None:
         print(f"times are kept in {cache_path(where(device))}")
     clock = _step(trial, steps) if steps > WARMUP else None
-    known = {} if clock is None else {"step_ms": clock.step_ms, "busy_ms": clock.busy_ms}
+    step_ms = None if clock is None else clock.step_ms
     microbatches = trial.settings.get("accumulate_grad_batches") or 1
     return [
-        Advice(recipe=name, layers=layers, table=times, microbatches=microbatches, **known)
+        Advice(recipe=name, layers=layers, table=times, step_ms=step_ms, microbatches=microbatches)
         for name, layers in considered.items()
     ]
 
@@ -275,11 +270,11 @@ def _selection(trial: Trial, recipe: str, *, head: bool) -> dict[str, Any]:
     return {"recipe": recipe, "head": head or asked.head, "include": asked.include, "exclude": asked.exclude}
 
 
-def _step(trial: Trial, steps: int) -> WorkClock:
+def _step(trial: Trial, steps: int) -> StepClock:
     """Return the clock that saw some steps in bfloat16."""
-    clock, policy = WorkClock(warmup=WARMUP, steps=steps), policy_of(trial.precision)
+    clock, policy = StepClock(warmup=WARMUP), policy_of(trial.precision)
     precision = BF16Precision(weights=_weights(trial), in_float32=() if policy is None else policy.in_float32)
-    trial.fit(clock, steps=clock.steps, precision=precision)
+    trial.fit(clock, steps=steps, precision=precision)
     return clock
 
 

@@ -18,13 +18,11 @@ from typing_extensions import override
 
 from lightning_ups._compat.contexts import only_from
 from lightning_ups._compat.lightning.fit_setup import attach, first_batch
-from lightning_ups.callbacks.logs.listening import CloseLook, can_look_at
 from lightning_ups.config.layers import items
 from lightning_ups.config.requested_run import check_trainer, missing_gpu
-from lightning_ups.insight.throughput import Inspection
 from lightning_ups.order import Run, Step
 
-__all__ = ["StepClock", "Trial", "WorkClock"]
+__all__ = ["StepClock", "Trial"]
 
 # What decides the work of a step; the rest of what a Trainer takes is about where and how long.
 _OF_A_STEP = (
@@ -224,58 +222,6 @@ class StepClock(Callback):
             return 1000 * (end - start) / (last - first)
         end.synchronize()
         return start.elapsed_time(end) / (last - first)
-
-
-class WorkClock(StepClock):
-    """Takes the time of some steps, and of what the device does in one: in more steps, since to look takes time."""
-
-    def __init__(self, *, warmup: int, steps: int) -> None:
-        super().__init__(warmup=warmup)
-        self._timed, self._reached = steps, 0
-        self._look: CloseLook | None = None
-        self._seen: Inspection | None = None
-
-    @property
-    def steps(self) -> int:
-        """How many steps to train for."""
-        return self._timed + CloseLook.steps
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        before, self._reached = self._reached, trainer.global_step
-        if before < self._timed:
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._reached == before:
-            return  # the batch is one of several of a step
-        if self._look is not None:
-            self._look = self._look.next()
-        elif before < self._timed <= self._reached and can_look_at(trainer.strategy.root_device):
-            self._look = CloseLook(self._note)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._cancel()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._cancel()
-
-    def _note(self, seen: Inspection) -> None:
-        self._seen = seen
-
-    def _cancel(self) -> None:
-        look, self._look = self._look, None
-        if look is not None:  # training ended before it was over
-            look.cancel()
-
-    @property
-    def busy_ms(self) -> float | None:
-        """Milliseconds in which the device does something, in one step; None: not known."""
-        if self._seen is None or self._seen.idle is None:
-            return None
-        return 1000 * self._seen.seconds * (1 - self._seen.idle)
 
 
 def _mark(device: torch.device) -> Any:

@@ -46,9 +46,9 @@ def trial(module=None, **settings):
     return Trial(module=module, data=Data(), settings=settings, callbacks=[], run=run_of(module, settings, []), seed=3)
 
 
-def takes(monkeypatch, *, step_ms, busy_ms=None):
-    """Let a step of any trial take so long, of which its device works for so long."""
-    monkeypatch.setattr(advise, "_step", lambda *_: SimpleNamespace(step_ms=step_ms, busy_ms=busy_ms))
+def takes(monkeypatch, *, step_ms):
+    """Let a step of any trial take so long."""
+    monkeypatch.setattr(advise, "_step", lambda *_: SimpleNamespace(step_ms=step_ms))
 
 
 def timer(product, recipe):
@@ -59,9 +59,8 @@ def timer(product, recipe):
     return Times(forward_ms=total / 4, dgrad_ms=total / 4, wgrad_ms=total / 2)
 
 
-@pytest.mark.parametrize("busy_ms", [None, 24.0])
-def test_the_table_the_share_and_what_to_do(capsys, monkeypatch, busy_ms):
-    takes(monkeypatch, step_ms=32.0, busy_ms=busy_ms)
+def test_the_table_the_share_and_what_to_do(capsys, monkeypatch):
+    takes(monkeypatch, step_ms=32.0)
     assert show(trial(), recipes=["tensorwise", "rowwise"], timer=timer, steps=20) == 0
     out = capsys.readouterr().out
     assert "4 x 16 x 32" in out
@@ -71,7 +70,6 @@ def test_the_table_the_share_and_what_to_do(capsys, monkeypatch, busy_ms):
     assert "tensorwise           convert 2 of 4 layers by tensorwise: +14.3% steps a second" in out
     assert "rowwise              convert 2 of 4 layers by rowwise: +5.3% steps a second" in out
     assert "init_args: {recipe: tensorwise, filter: auto}" in out
-    assert (busy_ms is not None) == ("the device does something in 24.0 ms of it and waits for the host" in out)
 
 
 def test_the_layers_of_a_float8_precision_are_those_considered(capsys):

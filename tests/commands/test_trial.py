@@ -1,6 +1,4 @@
 import logging
-import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,10 +7,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins import Precision
 
 from lightning_ups.callbacks import ActivationCheckpoint
-from lightning_ups.commands import trial as trials
-from lightning_ups.commands.trial import StepClock, Trial, WorkClock
+from lightning_ups.commands.trial import StepClock, Trial
 from lightning_ups.config.requested_run import run_of
-from lightning_ups.insight.throughput import Inspection
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy
 from tests.cli_toys import Data, Noted, Toy
@@ -150,80 +146,6 @@ def test_the_time_of_a_step_leaves_out_the_first(ticks):
     clock = StepClock(warmup=2)
     trial(accumulate_grad_batches=2).fit(clock, steps=4, plain=True)
     assert clock.step_ms == pytest.approx(1250)
-
-
-@pytest.fixture
-def looked(monkeypatch):
-    """What is called of a look at some steps, with the optimizer steps that were done."""
-    calls = []
-
-    class Look:
-        steps = 3
-
-        def __init__(self, done):
-            self.done, self.left = done, self.steps
-            calls.append("begun")
-
-        def next(self):
-            calls.append("next")
-            self.left -= 1
-            if self.left:
-                return self
-            self.done(Inspection(steps=2, seconds=0.02, idle=0.25))
-            return None
-
-        def cancel(self):
-            calls.append("cancelled")
-
-    monkeypatch.setattr(trials, "CloseLook", Look)
-    monkeypatch.setattr(trials, "can_look_at", lambda _: True)
-    return calls
-
-
-@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}])
-def test_what_the_device_does_in_a_step_is_seen_in_steps_that_are_not_timed(looked, ticks, settings):
-    ticks(100.0, 101.0, 103.0)
-    clock = WorkClock(warmup=2, steps=4)
-    assert clock.steps == 7
-    trial(**settings).fit(clock, steps=clock.steps, plain=True)
-    assert looked == ["begun", "next", "next", "next"]
-    assert clock.step_ms == pytest.approx(1500)
-    assert clock.busy_ms == pytest.approx(15)
-
-
-class Failing(Toy):
-    def training_step(self, batch, index):
-        if self.trainer.global_step == 5:
-            raise RuntimeError("no more")
-        return super().training_step(batch, index)
-
-
-@pytest.mark.parametrize(("module", "steps"), [(Toy, 5), (Failing, 7)])
-def test_a_look_ends_with_the_training_or_an_error(looked, module, steps):
-    clock = WorkClock(warmup=2, steps=4)
-    with pytest.raises(RuntimeError, match="no more") if module is Failing else nullcontext():
-        trial(module=module()).fit(clock, steps=steps, plain=True)
-    assert looked == ["begun", "next", "cancelled"]
-    assert clock.busy_ms is None
-
-
-def test_where_kernels_cannot_be_seen_nothing_is_known_of_them():
-    clock = WorkClock(warmup=2, steps=4)
-    trial().fit(clock, steps=clock.steps, plain=True)
-    assert clock.busy_ms is None
-
-
-@pytest.mark.gpu
-def test_a_gpu_that_waits_is_seen_as_one():
-    class Late(Toy):
-        def training_step(self, batch, index):
-            time.sleep(0.02)
-            return super().training_step(batch, index)
-
-    clock = WorkClock(warmup=2, steps=6)
-    trial(module=Late(), accelerator="cuda").fit(clock, steps=clock.steps, plain=True)
-    assert clock.step_ms > 20
-    assert 0 < clock.busy_ms < 0.5 * clock.step_ms
 
 
 class Twice(Toy):

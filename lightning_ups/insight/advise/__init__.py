@@ -1,6 +1,6 @@
 """Measuring which float8 recipe is fastest for the shapes of a model."""
 
-from lightning_ups.insight.advise.advice import Advice, best_recipe
+from lightning_ups.insight.advise.advice import Advice, best_recipe, decide_on_rank0
 from lightning_ups.insight.advise.linear_shapes import (
     Layer,
     check_ran,
@@ -9,7 +9,6 @@ from lightning_ups.insight.advise.linear_shapes import (
     names_of,
     products_of,
 )
-from lightning_ups.insight.advise.rank0_decision import decide_on_rank0
 from lightning_ups.insight.advise.te_products import (
     ENGINE,
     engine_layers,

@@ -1,16 +1,17 @@
 """Which linear layers of a model are faster in float8, by measured times, and how much the step gains."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch.distributed as dist
 
 from lightning_ups.insight.advise.linear_shapes import Layer, Product, names_of, products_of
 from lightning_ups.insight.advise.timing_table import BFLOAT16, Table, Times
 
-__all__ = ["Advice", "best_recipe"]
+__all__ = ["Advice", "best_recipe", "decide_on_rank0"]
 
 MARGIN = 0.03  # a layer must be faster by this share: times of two runs differ by about as much
 WORTH = 0.01  # the least gain of the step, or of the products if no step was timed
-BUSY = 0.9  # a device that is busy for a smaller share waits for the host, and less work saves nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,6 @@ class Advice:
         table: The times of these products.
         step_ms: The time of a step in bfloat16; None: unknown.
         microbatches: Microbatches in a step.
-        busy_ms: The time in a step in which the device is busy; None: unknown.
     """
 
     recipe: str
@@ -31,7 +31,6 @@ class Advice:
     table: Table
     step_ms: float | None = None
     microbatches: int = 1
-    busy_ms: float | None = None
 
     def milliseconds(self, layer: Layer, recipe: str) -> float:
         """Return the time of the products of ``layer`` in a microbatch."""
@@ -76,13 +75,6 @@ class Advice:
             return None
         return self.step_ms / max(self.step_ms - self.saved_ms(layers), 1e-9) - 1
 
-    @property
-    def idle(self) -> float | None:
-        """The share of a step in which the device waits for the host, if it is significant."""
-        if self.step_ms is None or self.busy_ms is None or self.busy_ms >= BUSY * self.step_ms:
-            return None
-        return 1 - self.busy_ms / self.step_ms
-
     def verdict(self) -> str:
         """Return the recommendation in one sentence."""
         winners = self.winners
@@ -93,16 +85,14 @@ class Advice:
         return f"convert {which} layers by {self.recipe}: {self._said(winners)}{alternative}{self._doubt()}"
 
     def _doubt(self) -> str:
-        """Return why the recommendation may be wrong: an idle or a shared device."""
+        """Return why the recommendation may be wrong: others used the device."""
         products = [*products_of(self.layers)]
         found = {p: t.doubt for p in products for t in self._both(p) if t.doubt}
-        waits = "" if self.idle is None else f" (if the device did not wait for the host for {self.idle:.0%} of a step)"
         if not found:
-            return waits
+            return ""
         said = ", ".join(dict.fromkeys(found.values()))
         return (
-            f"{waits} (the device was busy: of {len(found)} of {len(products)} products, {said};"
-            " time again when it is idle)"
+            f" (the device was busy: of {len(found)} of {len(products)} products, {said}; time again when it is idle)"
         )
 
     def _both(self, product: Product) -> list[Times]:
@@ -133,3 +123,29 @@ class Advice:
 def best_recipe(choices: Sequence[Advice]) -> Advice:
     """Return the advice that saves the most."""
     return max(choices, key=lambda advice: advice.saved_ms(advice.winners))
+
+
+def decide_on_rank0(find: Callable[[], dict[str, str]], *, by: str) -> dict[str, str]:
+    """Call ``find`` on rank 0 and return its result on every rank, since measured times differ between ranks.
+
+    Args:
+        find: Decides.
+        by: The caller, for the error on other ranks.
+
+    Raises:
+        RuntimeError: On the other ranks, if rank 0 failed.
+    """
+    found: list[dict[str, str] | None] = [None]
+    failure: Exception | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            found = [find()]
+        except Exception as error:  # noqa: BLE001  (the other ranks must not wait forever)
+            failure = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    if failure is not None:
+        raise failure
+    if found[0] is None:
+        raise RuntimeError(f"{by} failed on rank 0, which times the layers for all ranks. See the error of rank 0.")
+    return found[0]

@@ -27,8 +27,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ups._compat.torch.fake_tensors import FakeTensorMode
-from lightning_ups.insight.dry_run.kinds import IMMUTABLE, can_pickle, has_own_end, is_plain, is_shared, slots_of
-from lightning_ups.insight.dry_run.not_copied import NotCopied, Uses
+from lightning_ups.insight.dry_run.kinds import (
+    IMMUTABLE,
+    NotCopied,
+    Uses,
+    can_pickle,
+    has_own_end,
+    is_plain,
+    is_shared,
+    slots_of,
+)
 
 __all__ = ["FakeCopies"]
 

@@ -1,7 +1,7 @@
 """The memory of a training step of a run that is only described: a dry run with everything that the run declares."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,18 +13,19 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_ups._compat.lightning.fit_setup import optimizers_of
-from lightning_ups._compat.torch.fake_tensors import NEEDS_VALUES, fake_mode
+from lightning_ups._compat.torch.fake_tensors import NEEDS_VALUES, FakeTensor, fake_mode
 from lightning_ups.insight.dry_run import DryRun, FakeCopies, call_training_step, loss_in
 from lightning_ups.insight.memory.account import Ledger
 from lightning_ups.insight.memory.compiled import as_compiled
 from lightning_ups.insight.memory.cuda import step_as_on_cuda
-from lightning_ups.insight.memory.offloaded import HostMemory
 from lightning_ups.insight.memory.step import Step, StepParts, measure
 from lightning_ups.optim import MasteredOptimizer
 from lightning_ups.optim.adamw_step import suits_one_kernel
 from lightning_ups.optim.low_bit import make_state_alone
+from lightning_ups.optim.offload import Copy, Mark, Memory
 from lightning_ups.order.capabilities import policy_of
 from lightning_ups.order.precision import PolicyPrecision
 from lightning_ups.order.run import Context, Run, Stage
@@ -34,7 +35,7 @@ from lightning_ups.transforms.casting import cast_around, computing_in_float32, 
 from lightning_ups.transforms.kv_cache import without_kv_cache
 from lightning_ups.transforms.recompute import recompute
 
-__all__ = ["Change", "OptimizerShare", "Uncountable", "measure_run", "optimizer_share"]
+__all__ = ["Change", "HostMemory", "OptimizerShare", "Uncountable", "measure_run", "optimizer_share"]
 
 Checkpointing = Literal["off", "matmuls", "nothing"]
 Compiling = Literal["off", "blocks", "model"]
@@ -67,6 +68,44 @@ class OptimizerShare(NamedTuple):
 
     state: float
     stepping: float
+
+
+class HostMemory(Memory):
+    """Holds fake tensors: copies nothing, and counts what is on the device in ``ledger``.
+
+    Attributes:
+        used: Bytes of the host's memory, at most.
+    """
+
+    moves = FakeTensor
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(torch.device("cpu"))  # the device of all fake tensors
+        self.used = 0
+        self._ledger = ledger
+        self._owners: dict[int, str] = {}  # of the activation in each storage
+
+    @override
+    def host(self, nbytes: int) -> Tensor:
+        with self._ledger.paused():
+            memory = super().host(nbytes)
+        self._ledger.leave_out(memory)
+        self.used += nbytes
+        return memory
+
+    @override
+    def store(self, copies: Iterable[Copy], *, after: Sequence[Mark] = ()) -> Mark:
+        for to, source in copies:
+            self._owners[_storage(to)] = self._ledger.owner_of(source, "activations") or ""
+
+    @override
+    def load(self, copies: Iterable[Copy], *, after: Sequence[Mark] = ()) -> Mark:
+        for to, source in copies:
+            self._ledger.claim([to], "activations", self._owners[_storage(source)])
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def measure_run(

@@ -1,9 +1,8 @@
 """The throughput of a run, where its time goes, and what to change first."""
 
-from lightning_ups.insight.throughput.bottlenecks import Check, bottlenecks, checks, first_change
+from lightning_ups.insight.throughput.bottlenecks import bottlenecks, checks, first_change
 from lightning_ups.insight.throughput.flops import StepFlops, count_flops, step_flops
-from lightning_ups.insight.throughput.inspection import Inspection, Span, inspect_spans
-from lightning_ups.insight.throughput.meter import Flops, Meter, RankTimes, Summary, quantile
+from lightning_ups.insight.throughput.meter import Flops, Inspection, Meter, Span, Summary, inspect_spans, quantile
 from lightning_ups.insight.throughput.peaks import Arithmetic, Peaks, given_peaks, peaks_of
 from lightning_ups.insight.throughput.table import PHASE_NAMES, rows, text_table
 from lightning_ups.insight.throughput.timeline import Phase, Timeline, clock_for
@@ -12,14 +11,12 @@ from lightning_ups.insight.throughput.units import Count, counter, tensors_of
 __all__ = [
     "PHASE_NAMES",
     "Arithmetic",
-    "Check",
     "Count",
     "Flops",
     "Inspection",
     "Meter",
     "Peaks",
     "Phase",
-    "RankTimes",
     "Span",
     "StepFlops",
     "Summary",

@@ -1,8 +1,9 @@
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
-from lightning_ups.insight.advise.advice import Advice, best_recipe
+from lightning_ups.insight.advise.advice import Advice, best_recipe, decide_on_rank0
 from lightning_ups.insight.advise.linear_shapes import Layer, Product
 from lightning_ups.insight.advise.timing_table import BFLOAT16, Table, Times
 
@@ -68,14 +69,6 @@ def test_layers_that_save_too_little_stay_in_bfloat16():
     assert advice(wide=(1.0, 0.9), step_ms=15.0).winners
 
 
-@pytest.mark.parametrize(("busy_ms", "idle"), [(None, None), (36.1, None), (30.0, 0.25)])
-def test_the_verdict_tells_how_long_the_device_is_idle(busy_ms, idle):
-    found = advice(step_ms=40.0, busy_ms=busy_ms)
-    assert found.idle == idle
-    assert ("25%" in found.verdict()) == (idle is not None)
-    assert advice(busy_ms=1.0).idle is None
-
-
 def test_the_recipe_that_saves_most():
     slow, fast = advice(wide=(10.0, 8.0), recipe="rowwise"), advice(wide=(10.0, 5.0))
     assert best_recipe([slow, fast]) is fast
@@ -103,3 +96,38 @@ def test_times_that_were_taken_on_a_busy_device_are_in_doubt():
     assert "the device was busy" in replace(found, step_ms=1e6).verdict()
     rows = {row["rows x in x out"]: row["tensorwise"] for row in found.rows(["tensorwise"])}
     assert [text.endswith("(in doubt)") for text in (rows[str(NARROW)], rows[str(WIDE)])] == [True, False]
+
+
+def test_without_ranks_the_result_is_returned():
+    assert decide_on_rank0(lambda: {"layer": "is slower"}, by="Advice") == {"layer": "is slower"}
+    with pytest.raises(KeyError, match="broken"):
+        decide_on_rank0(lambda: {}["broken"], by="Advice")
+
+
+def decide(fail):
+    """Return the result of each rank, or its error."""
+    mine = dist.get_rank()
+
+    def find():
+        assert mine == 0, "only rank 0 measures"
+        if fail:
+            raise KeyError("broken")
+        return {"found by": str(mine)}
+
+    try:
+        told = decide_on_rank0(find, by="Advice")
+    except (KeyError, RuntimeError) as error:
+        told = f"{type(error).__name__}: {error}"
+    both = [None, None]
+    dist.all_gather_object(both, told)
+    return both
+
+
+def test_all_ranks_do_as_rank_0_found(ranks):
+    assert ranks(decide, False) == [{"found by": "0"}] * 2
+
+
+def test_a_failure_on_rank_0_raises_on_all_ranks(ranks):
+    first, other = ranks(decide, True)
+    assert first == "KeyError: 'broken'"
+    assert other.startswith("RuntimeError: Advice failed on rank 0")

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_ups._compat.torch.fake_tensors import FakeTensor, fake_mode
 from lightning_ups.insight.dry_run.copies import FakeCopies
-from lightning_ups.insight.dry_run.not_copied import NotCopied, NotCopiedError
+from lightning_ups.insight.dry_run.kinds import NotCopied, NotCopiedError
 from lightning_ups.insight.throughput import step_flops
 
 

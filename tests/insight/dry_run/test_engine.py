@@ -1,12 +1,15 @@
 """Dry runs of LightningModules as users write them."""
 
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_ups.insight.dry_run import DryRun, FakeCopies, call_training_step, loss_in, plain_run
+from lightning_ups.insight.dry_run.engine import StandInOptimizer, StandInTrainer
 from tests.toys import Net, data
 
 
@@ -123,3 +126,23 @@ def test_a_step_may_fetch_its_batch():
 @pytest.mark.parametrize("output", [None, {}, "loss"])
 def test_not_every_result_has_a_loss(output):
     assert loss_in(output) is None
+
+
+def test_attributes_of_a_trainer_are_copied_and_written_to_the_stand_in(tmp_path):
+    real = SimpleNamespace(loggers=[CSVLogger(tmp_path)], rows=[1], should_stop=False)
+    trainer = StandInTrainer(real, lambda value, name: [*value], world_size=2)
+    trainer.rows.append(2)
+    trainer.should_stop = True
+    trainer.logger.log_metrics({"a": 1.0})
+    trainer.logger.experiment.metrics["a"] = 2.0
+    assert (real.rows, real.should_stop, trainer.world_size) == ([1], False, 2)
+    assert trainer.logger.log_dir == real.loggers[0].log_dir
+    assert not real.loggers[0].experiment.metrics
+
+
+def test_an_optimizer_calls_its_closure_and_does_nothing_else():
+    optimizer = StandInOptimizer()
+    assert optimizer.step(lambda: 3) == 3
+    assert optimizer.zero_grad() is optimizer.load_state_dict({}) is None
+    with optimizer.toggle_model(sync_grad=True):
+        assert optimizer.param_groups[0]["lr"] == 0

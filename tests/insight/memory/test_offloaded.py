@@ -10,7 +10,7 @@ from lightning_ups._compat.torch.fake_tensors import fake_mode
 from lightning_ups._compat.torch.tensors.autograd import outside_modes
 from lightning_ups.insight.dry_run import FakeCopies
 from lightning_ups.insight.memory.account import Ledger
-from lightning_ups.insight.memory.offloaded import HostMemory
+from lightning_ups.insight.memory.described_run import HostMemory
 from lightning_ups.insight.memory.step import StepParts, measure
 from lightning_ups.transforms.activation_offload import offload_activations
 from lightning_ups.transforms.recompute.wrapping import recompute

@@ -3,8 +3,7 @@
 import pytest
 
 from lightning_ups.insight.throughput.bottlenecks import bottlenecks, checks, first_change, unmeasured
-from lightning_ups.insight.throughput.inspection import Inspection
-from lightning_ups.insight.throughput.meter import Flops, RankTimes, Summary
+from lightning_ups.insight.throughput.meter import Flops, Inspection, RankTimes, Summary
 
 GIB = 2**30
 HEALTHY = {

@@ -1,8 +1,7 @@
 import re
 from dataclasses import replace
 
-from lightning_ups.insight.throughput.inspection import Inspection
-from lightning_ups.insight.throughput.meter import Flops, Summary
+from lightning_ups.insight.throughput.meter import Flops, Inspection, Summary
 from lightning_ups.insight.throughput.table import rows, text_table
 
 GIB = 2**30
