@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -112,16 +111,6 @@ def test_red_on_a_fault_in_one_of_sixteen_blocks_which_is_named(settings, fault)
     verdict = verify(trial(**RIGHT[settings]()), steps=1, faults=False, fault=(BLOCK, FAULTS[fault]))
     assert not verdict.green
     assert verdict.block == BLOCK
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo does, of the fault's own function
-@pytest.mark.parametrize("block", ["model.layers.0", "model.layers.15"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_first_block_and_the_last_are_named_too(block, fault):
-    asked = trial(plugins=[Float8Precision(emulate=True)], callbacks=[Compile(backend="aot_eager")])
-    verdict = verify(asked, steps=1, faults=False, fault=(block, FAULTS[fault]))
-    assert verdict.block == block
 
 
 class SmallGradients(Deep):
@@ -402,13 +391,6 @@ def test_what_cannot_be_compared(tmp_path, monkeypatch, settings, changes, messa
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match=message):
         verify(replace(trial(num_layers=2, **settings), **changes), steps=1)
-
-
-def test_float16_on_a_gpu_is_not_known(monkeypatch):
-    asked = trial(num_layers=2)
-    monkeypatch.setattr(type(asked), "precision", MixedPrecision("16-mixed", "cpu"))
-    with pytest.raises(ValueError, match="precision='16-mixed'"):
-        verify(asked)
 
 
 @pytest.mark.filterwarnings("ignore:You passed .*16-mixed")

@@ -89,13 +89,6 @@ def _of_variables(environment: Mapping[str, str]) -> Iterator[Advice]:
         why="torch has no variable of that name, so it has no effect.",
         cure="Look for the right name, or use the setting of the trainer or of a callback.",
     )
-    new, old = (environment.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if new is not None and old is not None and new != old:
-        yield Advice(
-            what=f"PYTORCH_ALLOC_CONF={new} and PYTORCH_CUDA_ALLOC_CONF={old} are both set.",
-            why="They say different things, and which of them counts depends on the version of torch.",
-            cure="Keep one of them.",
-        )
 
 
 def _set(variables: Mapping[str, str | None], *, why: str, cure: str) -> Iterator[Advice]:

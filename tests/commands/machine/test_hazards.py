@@ -52,11 +52,6 @@ def test_a_torch_beyond_the_tested_ones(version):
         ({"TORCHDYNAMO_DISABLE": "1"}, "TORCHDYNAMO_DISABLE=1 is set."),
         ({"TORCH_INDUCTOR_DISABLE_CUDAGRAPHS": "1"}, "TORCH_INDUCTOR_DISABLE_CUDAGRAPHS=1 is set."),
         ({"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "4"}, None),
-        (
-            {"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "a:2"},
-            "PYTORCH_ALLOC_CONF=a:1 and PYTORCH_CUDA_ALLOC_CONF=a:2 are both set.",
-        ),
-        ({"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "a:1"}, None),
     ],
 )
 def test_variables(environment, what):

@@ -5,7 +5,7 @@ import torch
 
 from lightning_ups._compat.environment import installed
 from lightning_ups.commands.machine import packages as machine
-from lightning_ups.commands.machine.packages import KNOWN, Known, Machine
+from lightning_ups.commands.machine.packages import KNOWN, Known
 from tests.commands.here import here
 
 
@@ -48,16 +48,3 @@ def test_a_package_that_fails_to_load_says_why_and_harms_nothing(modules, capfd)
 def test_a_package_that_hangs_is_left(modules):
     found = machine._Loading(modules["ups_slow"]).package(patience_s=0.5)
     assert "takes more than" in found.error
-
-
-def test_what_is_not_there_is_not_tried(modules):
-    assert machine._is_installed(modules["ups_good"])
-    assert not machine._is_installed(modules["ups_absent"])
-
-
-def test_the_weakest_gpu_decides():
-    both = Machine(host={}, gpus=[{"capability": [9, 0]}, {"capability": [8, 9]}])
-    assert both.capability == (8, 9)
-    assert both.device == torch.device("cuda", 0)
-    assert Machine(host={}).capability is None
-    assert Machine(host={}).device == torch.device("cpu")

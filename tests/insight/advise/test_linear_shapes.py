@@ -11,7 +11,6 @@ from lightning_ups.insight.advise.linear_shapes import (
     layers_in_step,
     layers_with_rows,
     names_of,
-    products_of,
 )
 
 
@@ -42,14 +41,6 @@ def test_rows_and_calls_of_each_layer():
         Layer("b", {Product(15, 8, 4): 1, Product(5, 8, 4): 1}),
     ]
     assert not model["a"]._forward_pre_hooks
-
-
-def test_given_rows_are_those_of_one_call():
-    def step(model, batch):
-        model["down"](model["up"](batch.requires_grad_()))
-
-    model = Stepping(step, up=nn.Linear(4, 8), down=nn.Linear(8, 4))
-    assert layers_with_rows(dict(model.items()), 5) == model.found(torch.ones(5, 4))
 
 
 def test_gradients_that_are_not_computed_are_known():
@@ -96,13 +87,6 @@ def test_a_step_may_read_values():
 def test_a_step_that_cannot_run_on_fake_tensors_asks_for_the_rows(step, batch, reason):
     with pytest.raises(ValueError, match=f"Stepping.training_step .*{reason}.*tokens="):
         Stepping(step, **linears("a")).found(batch)
-
-
-def test_shapes_are_counted_over_layers():
-    layers = [Layer(name, {Product(2, 4, 4): 3}) for name in "ab"]
-    assert products_of(layers) == {Product(2, 4, 4): 6}
-    assert Product(2, 3, 5).flops == 6 * 30
-    assert str(Product(2, 3, 5)) == "2 x 3 x 5"
 
 
 def test_fused_products_have_names_and_flops():

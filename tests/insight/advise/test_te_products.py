@@ -3,11 +3,7 @@ import torch
 
 from lightning_ups.insight.advise.linear_shapes import Layer, Product, layers_in_step
 from lightning_ups.insight.advise.te_products import (
-    ENGINE,
     engine_layers,
-    engine_name,
-    engine_recipe,
-    is_engine,
     modules_of,
     read_first,
 )
@@ -75,9 +71,3 @@ def test_layers_with_the_same_input_are_one_product():
         layers, _ = engine_layers(conversion, [Layer(name, {Product(64, 32, 32): 2}) for name in first.values()])
     (joined,) = [layer for layer in layers if layer.name == "model.layers.0.self_attn.q_proj"]
     assert joined.calls == {Product(64, 32, 64, norm="RMSNorm", split=(32, 16, 16)): 2}
-
-
-def test_names_of_recipes():
-    assert [engine_name(engine_recipe(name)) for name in ENGINE] == [*ENGINE]
-    assert all(map(is_engine, ENGINE))
-    assert not is_engine("tensorwise")

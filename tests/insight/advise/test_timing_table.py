@@ -71,12 +71,6 @@ def test_two_tables_are_one_that_has_the_times_of_both():
     }  # fmt: skip
 
 
-def test_other_versions_have_another_file():
-    place = where(CPU)
-    assert cache_path(place) != cache_path({**place, "torch": "9.9"})
-    assert cache_path(place) != cache_path({**place, "device": "NVIDIA H200"})
-
-
 def test_a_device_without_timer_is_an_error():
     with pytest.raises(RuntimeError, match=r"timed on this device: cpu.*`advise`"):
         obtain_table([SMALL], ["tensorwise"], device=CPU)

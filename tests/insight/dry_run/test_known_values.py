@@ -79,15 +79,6 @@ def test_a_write_through_a_view_is_followed():
     assert values[x].tolist() == [[True, False, False], [True, True, True]]
 
 
-def test_random_operators_are_not_followed():
-    values, x = known(torch.zeros(2, 3, dtype=torch.bool))
-    generator = torch.Generator().manual_seed(0)
-    before = generator.get_state()
-    assert not values.can_follow(torch.Tensor.random_, (x,), {"generator": generator})
-    assert not values.can_follow(torch.Tensor.bernoulli_, (x, 0.3), {})
-    assert torch.equal(generator.get_state(), before)
-
-
 def test_values_are_read_when_they_are_asked_for():
     given = torch.tensor([3, 5])
     values, x = known(given)

@@ -7,7 +7,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups._compat.torch.fake_tensors import fake_mode
 from lightning_ups.insight.memory.account import Ledger
-from lightning_ups.insight.memory.cuda import as_on_cpu, as_on_cuda, step_as_on_cuda
+from lightning_ups.insight.memory.cuda import as_on_cpu, as_on_cuda
 
 KB = 1024
 
@@ -101,11 +101,3 @@ def test_the_functions_of_torch_are_put_back():
     assert (F.rms_norm, F.dropout, torch.softmax, torch.Tensor.softmax, F.scaled_dot_product_attention) == before
     with as_on_cpu():
         assert F.rms_norm is before[0]
-
-
-def test_optimizers_step_all_at_once():
-    parameter = nn.Parameter(torch.zeros(1))
-    assert step_as_on_cuda(torch.optim.AdamW([parameter])).param_groups[0]["foreach"] is True
-    assert step_as_on_cuda(torch.optim.AdamW([parameter], fused=True)).param_groups[0]["foreach"] is None
-    assert step_as_on_cuda(torch.optim.AdamW([parameter], foreach=False)).param_groups[0]["foreach"] is False
-    assert "foreach" not in step_as_on_cuda(torch.optim.SparseAdam([parameter])).param_groups[0]

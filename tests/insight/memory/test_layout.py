@@ -115,13 +115,6 @@ def test_ddp_has_its_buckets():
     assert two.total - one.total == 2 * 4 * M
 
 
-def test_offloaded_state_is_not_on_the_device():
-    layout = Layout(sharding="full", shards=2, devices=2, on_host={"optimizer state": 0.75}, workspace=64)
-    moment = peak_of(step(activations=10**9), layout)
-    assert moment.of("optimizer state") == 0.25 * 8 * 4 * M / 2
-    assert moment.of("workspaces") == 64
-
-
 def taken_in_optimizer(**layout):
     moment = Moment(phase="optimizer", held={("optimizer state", ""): 80, ("temporaries", ""): 9})
     return peak_of(replace(step(), peaks={"optimizer": moment}), Layout(**layout)).by_kind()

@@ -46,11 +46,6 @@ def test_the_rest_is_activations():
     assert found.of("activations") > 9 * 10**5
 
 
-def test_memory_on_other_devices_is_not_counted():
-    model = module()
-    assert holders(model, blocks={}, device=torch.device("meta")).total == 0
-
-
 def test_tied_weights_are_counted_once():
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     model[1].weight = model[0].weight

@@ -47,20 +47,6 @@ def test_compute_dtypes_are_those_of_real_outputs(context):
     assert "GELU" not in said
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_a_scripted_module_counts_as_its_own_class():
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    said = layer_dtypes(nn.Sequential(scripted, nn.Linear(4, 4)), device=CPU, context=nullcontext)
-    assert said == {"Linear": {"param float32, compute float32": 1}, "RecursiveScriptModule": {"param float32": 1}}
-
-
-def test_layers_of_one_class_with_several_types():
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2, dtype=torch.bfloat16))
-    assert layer_dtypes(net, device=CPU, context=nullcontext) == {
-        "Linear": {"param float32, compute float32": 1, "param bfloat16, compute bfloat16": 2}
-    }
-
-
 class Initialised(nn.Linear):
     """Starts differently, and computes as torch does."""
 

@@ -3,11 +3,9 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ups._compat.torch.fake_tensors import run_backward
 from lightning_ups.insight.throughput.flops import count_flops, step_flops
-from lightning_ups.kernels.attention import attention
 from lightning_ups.models.gpt import GPT, SIZES, GPTConfig
 
 BATCH, SEQ, HEADS, DIM = 2, 64, 4, 16
@@ -44,11 +42,6 @@ def test_attention_on_fake_tensors_is_counted():
             assert count_flops(lambda: sdpa(causal=True, device="cuda")).total == FULL / 2
 
 
-def test_attention_by_plain_products_is_counted_in_full():
-    with sdpa_kernel(SDPBackend.MATH):
-        assert count_flops(lambda: sdpa(causal=True)).total == FULL
-
-
 @pytest.mark.parametrize("window", [None, 16])
 def test_attention_of_ours_is_counted(window):
     q, k, v = (tensor.transpose(1, 2) for tensor in inputs())
@@ -60,16 +53,6 @@ def test_attention_of_ours_is_counted(window):
 
     pairs = SEQ * SEQ / 2 if window is None else SEQ * window - window * window / 2
     assert count_flops(call).total == 3 * 4 * BATCH * HEADS * DIM * pairs
-
-
-def test_our_function_on_cpu_is_counted_as_torchs():
-    q, k, v = (tensor.transpose(1, 2) for tensor in inputs())
-    assert count_flops(lambda: attention(q, k, v)).total == FULL / 2
-
-
-def test_products_and_modules():
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    assert count_flops(lambda: model(torch.randn(3, 8))).total == 2 * 3 * (8 * 16 + 16 * 4)
 
 
 def test_the_reference_models_formula_is_what_is_counted():

@@ -27,12 +27,6 @@ def test_steps_of_the_warmup_and_those_without_a_note_do_not_count():
     assert (len(meter.seconds), meter.units, meter.total_s) == (2, 20, 1.0)
 
 
-def test_pauses_count_in_the_warmup_too():
-    meter = Meter(warmup_steps=5)
-    meter.add(step(0, pauses={"validation": 2.0}))
-    assert meter.pauses == {"checkpoint": 0.0, "validation": 2.0}
-
-
 def test_a_window_has_the_steps_since_the_last_one():
     meter = Meter(warmup_steps=0)
     meter.add(step(0))
@@ -115,12 +109,6 @@ def test_the_slowest_rank_is_the_one_that_works_longest_itself():
     assert (alone.slowest_rank, alone.waited_for) == (None, 0)
 
 
-def test_time_between_epochs_is_not_a_step():
-    meter = Meter(warmup_steps=0)
-    meter.add(step(-1, 3.0, units=None, pauses={"checkpoint": 2.0}))
-    assert (len(meter.seconds), meter.between, meter.pauses["checkpoint"]) == (0, 3.0, 2.0)
-
-
 def test_steps_that_are_never_logged_take_next_to_no_memory():
     meter = Meter(warmup_steps=0)
     tracemalloc.start()
@@ -130,11 +118,6 @@ def test_steps_that_are_never_logged_take_next_to_no_memory():
     tracemalloc.stop()
     assert held < 20_000 * 20
     assert meter.window()["data_ms"] == pytest.approx(100)
-
-
-def test_scaling_is_held_against_one_device():
-    assert summary(units_per_s=300.0, single_device=100.0).scaling == 0.75
-    assert summary(units_per_s=300.0).scaling is None
 
 
 MATMUL, REDUCE = "nvjet_sm90_tst_128x128", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_ups.insight.throughput.timeline import Clock, EventClock, Timeline, clock_for
+from lightning_ups.insight.throughput.timeline import EventClock, Timeline
 
 
 class Device:
@@ -113,19 +113,6 @@ def test_marks_are_given_back_once_each():
         [*timeline.read()]
     assert len(device.free) == len(set(device.free))
     assert len(device.free) >= 4 * 5
-
-
-def test_phases_outside_a_step_are_not_marked():
-    device = Device()
-    timeline = Timeline(device)
-    timeline.enter("validation")
-    timeline.leave()
-    assert device.now == 0
-
-
-def test_the_clock_follows_the_device():
-    assert type(clock_for(torch.device("cpu"))) is Clock
-    assert isinstance(clock_for(torch.device("cuda:0")), EventClock)
 
 
 @pytest.mark.gpu(count=1)
