@@ -21,6 +21,7 @@ from lightning_ups.order.arguments import (
 )
 from lightning_ups.transforms.activation_offload import MIN_BYTES, Offloaded, offload_activations
 from lightning_ups.transforms.blocks import as_patterns, select_blocks
+from lightning_ups.transforms.quoted import several
 
 __all__ = ["ActivationOffload"]
 
@@ -127,8 +128,8 @@ class ActivationOffload(Declaration):
             if not self._told:
                 self._told = True
                 rank_zero_warn(
-                    f"ActivationOffload has moved nothing so far: its {len(done.ran)} blocks save nothing for backward,"
-                    " because they need no gradients. It takes effect once they are unfrozen."
+                    f"ActivationOffload has moved nothing so far: {several(len(done.ran), 'block')} ran without needing"
+                    " gradients, so that nothing is saved for backward. It takes effect once they are unfrozen."
                 )
             return None
         self._unproven = None
@@ -142,7 +143,7 @@ class ActivationOffload(Declaration):
         if done.moved_bytes:
             return None
         return (
-            f"ActivationOffload moved nothing in the first step: its {len(done.ran)} blocks saved no tensor of"
+            f"ActivationOffload moved nothing in the first step: {several(len(done.ran), 'block')} saved no tensor of"
             f" {self.min_mb:g} MiB beside parameters, and {done.left_bytes} bytes in smaller ones."
             " Small copies cost more time than they save memory."
             " Use larger batches, a smaller min_mb, or leave the callback out."

@@ -28,7 +28,7 @@ from lightning_ups.insight.memory import (
     readable,
 )
 from lightning_ups.order import policy_of, refusals
-from lightning_ups.transforms.quoted import quoted
+from lightning_ups.transforms.quoted import quoted, several
 
 __all__ = ["OPTIONS", "main", "own_options", "planner_of", "read_batch", "show"]
 
@@ -271,15 +271,11 @@ def _essentials(requested: RequestedRun, planner: Planner, origin: str) -> Itera
     policy = policy_of(run.precision)
     computes = f", computes in {str(policy.param).removeprefix('torch.')}" if policy and policy.param else ""
     yield f"{type(run.module).__name__}, {readable_count(parameters)} parameters"
-    gpus = f"planned for {_several(run.num_devices, 'GPU')}"
+    gpus = f"planned for {several(run.num_devices, 'GPU')}"
     nodes = f" on each of {run.num_nodes} nodes" if run.num_nodes > 1 else ""
     yield f"{run.strategy.name}, {gpus}{nodes}, {type(run.precision).__name__}{computes}"
     sequence = f" of {planner.tokens} positions" if planner.tokens else ""
-    yield f"{_several(planner.samples or 1, 'sample')}{sequence}{_on_each(planner)} (from {origin})"
-
-
-def _several(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    yield f"{several(planner.samples or 1, 'sample')}{sequence}{_on_each(planner)} (from {origin})"
 
 
 def _on_each(planner: Planner) -> str:
@@ -304,7 +300,7 @@ def _whose(moment: Moment, kind: Any) -> str:
     said = []
     if blocks:
         most = max(blocks.values())
-        said.append(f"{_several(len(blocks), 'block')}, {readable(most)} the largest")
+        said.append(f"{several(len(blocks), 'block')}, {readable(most)} the largest")
     if rest := owners.get("", 0):
         said.append(f"{readable(rest)} outside of blocks, such as logits and the loss")
     return f" ({'; '.join(said)})" if said else ""
@@ -324,9 +320,8 @@ def _verdict(planner: Planner, row: _Row) -> Iterator[str]:
     of = f"{planner.device.name}: {readable(planner.usable)} of {planner.device.gib:.1f} are usable"
     yield f"{of}, {f'it fits, {readable(left)} left' if left >= 0 else f'it does NOT fit, {readable(-left)} missing'}"
     if row.batch is not None:
-        most = f"{row.batch}" if row.batch < MOST else "more than a million"
-        samples = "sample" if row.batch == 1 else "samples"
-        yield f"largest batch at this length: {most} {samples}" if row.batch else "not even one sample fits"
+        most = several(row.batch, "sample") if row.batch < MOST else "more than a million samples"
+        yield f"largest batch at this length: {most}" if row.batch else "not even one sample fits"
     if row.sequence:
         yield f"longest sequence at this batch: {row.sequence} positions"
     elif row.why:

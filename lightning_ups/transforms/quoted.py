@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-__all__ = ["first_line", "listed", "quoted"]
+__all__ = ["first_line", "listed", "quoted", "several"]
 
 
 def first_line(error: BaseException) -> str:
@@ -19,6 +19,11 @@ def quoted(error: BaseException, *, whole: bool = False) -> str:
     """Return the class of ``error`` and the first line of its text; with ``whole``, all of the text."""
     said = _text(error) if whole else _text(error).partition("\n")[0]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def several(count: int, noun: str) -> str:
+    """Return ``count`` with ``noun``, as in "1 block" and "2 blocks"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _text(error: BaseException) -> str:

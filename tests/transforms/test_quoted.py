@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_ups.transforms.quoted import first_line, listed, quoted
+from lightning_ups.transforms.quoted import first_line, listed, quoted, several
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,7 @@ def test_an_error_is_quoted_by_what_it_says_or_its_class(error, line, named, who
 def test_many_names_are_cut():
     assert listed(["a", "b"]) == "a, b"
     assert listed([*"abcdefg"]) == "a, b, c, d, e and 2 more"
+
+
+def test_a_count_has_its_noun():
+    assert [several(count, "block") for count in (0, 1, 2)] == ["0 blocks", "1 block", "2 blocks"]

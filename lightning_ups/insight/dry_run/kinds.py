@@ -1,6 +1,6 @@
 """Classes by how a dry run treats their objects: shared, copied by attributes, copied by pickle, or not copied.
 
-A placeholder stands for an object that is not copied: using it in a step raises, and names the object.
+A placeholder replaces an object that is not copied: using it in a step raises, and names the object.
 """
 
 import enum
