@@ -61,11 +61,9 @@ class TEPrecision(ConvertingPrecision):
         number_format: ``"hybrid"`` has gradients in e5m2, ``"e4m3"`` all in e4m3. None: the recipe's own.
         amax_history: Of ``"delayed"``: how many steps the maxima reach back. None: 1024.
         amax_compute: Of ``"delayed"``: the largest of them, ``"max"``, or ``"most_recent"``. None: the largest.
-        margin: Of ``"delayed"``: powers of two that scales stay below.
         include: Patterns of linear layers and norms to convert. None: all in the blocks that repeat.
         exclude: Patterns of those to leave.
         head: Also convert what is outside the blocks, such as the head of a language model. Not with ``include``.
-        norms: Also convert norms that are in no fusion.
         fuse: Whether norms are computed within the products that read them, and feed-forward networks as one, in
             blocks that are known: our GPT's and transformers' Llama, Mistral and Qwen2. ``"auto"`` leaves out, under a
             sharding strategy, what would join weights of several layers.
@@ -101,11 +99,9 @@ class TEPrecision(ConvertingPrecision):
         number_format: Format | None = None,
         amax_history: int | None = None,
         amax_compute: AmaxCompute | None = None,
-        margin: int = 0,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
         head: bool = False,
-        norms: bool = True,
         fuse: Fuse = "auto",
         fusions: Sequence[Fusion] = (),
         filter: Filter = "all",
@@ -135,14 +131,12 @@ class TEPrecision(ConvertingPrecision):
             number_format=number_format,
             amax_history=amax_history,
             amax_compute=amax_compute,
-            margin=margin,
             filter=None if filter == "all" else filter,
             evaluate=evaluate,
         )
         self.recipe: str | None = recipe
-        self.number_format, self.margin = number_format, margin
+        self.number_format = number_format
         self.amax_history, self.amax_compute = amax_history or 1024, amax_compute or "max"
-        self.norms = norms
         self.fuse: Fuse = fuse
         self.fusions = tuple(fusions)
         self.evaluate = evaluate
@@ -187,7 +181,6 @@ class TEPrecision(ConvertingPrecision):
             number_format=self.number_format,
             amax_history=self.amax_history,
             amax_compute=self.amax_compute,
-            margin=self.margin,
             reduce_amax=self._group is not None,
         )
 
@@ -206,7 +199,6 @@ class TEPrecision(ConvertingPrecision):
             include=self.include,
             exclude=self.exclude,
             head=self.head,
-            norms=self.norms,
             fuse=self.fuse,
             fusions=self.fusions,
             sharded=self._sharded,

@@ -303,7 +303,6 @@ def test_from_yaml():
         ({"recipe": "delay"}, "recipe='delay'", "Use one of ('delayed', 'current', 'block', 'mxfp8', None)"),
         ({"recipe": "delayed", "amax_history": 0}, "amax_history=0", "Use 1 or more"),
         ({"amax_history": 16}, "recipe='current') is given with amax_history=16", "Use recipe='delayed', or leave"),
-        ({"recipe": "block", "margin": 1}, "(recipe='block') is given with margin=1", "leave margin out"),
         *(
             ({"recipe": None, **given}, "(recipe=None) is given with", f"or leave {next(iter(given))} out")
             for given in ({"number_format": "e4m3"}, {"evaluate": True}, {"filter": "auto"})

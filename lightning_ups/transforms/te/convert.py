@@ -104,7 +104,6 @@ def convert_to_te(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     head: bool = False,
-    norms: bool = True,
     fuse: Fuse = "auto",
     fusions: Iterable[Fusion] = (),
     sharded: bool = False,
@@ -125,7 +124,6 @@ def convert_to_te(
         include: Patterns of linear layers and norms. None: those in the blocks.
         exclude: Patterns of modules to leave out.
         head: Also convert modules outside of the blocks.
-        norms: Also convert norms that are not fused.
         fuse: Whether norms of known blocks are fused with the layers that read them: ``"all"``, ``"none"``, or
             ``"auto"``, which under sharding leaves out fusions that would join weights of separate gathers.
         fusions: More fusions, by patterns.
@@ -147,7 +145,7 @@ def convert_to_te(
     asked = [*fusions]
     with ExitStack() as undo:
         work.fuse(asked, ready=fuse != "none", joining=fuse == "all" or not sharded, undo=undo)
-        work.convert_rest(norms=norms, undo=undo)
+        work.convert_rest(undo=undo)
         theirs = holds_engine_modules(module)
         return TEConversion(
             converted=work.converted,
@@ -229,17 +227,15 @@ class _Work:
             else:
                 self._fuse(fusion, undo)
 
-    def convert_rest(self, *, norms: bool, undo: ExitStack) -> None:
+    def convert_rest(self, *, undo: ExitStack) -> None:
         """Convert the modules that are in no fusion."""
         for name, m in self._candidates.items():
             if name in self.converted or name in self.skipped:
                 continue
             if isinstance(m, nn.Linear):
                 self._compute(name, m, linear_for(m, name=name, sharded=self._sharded), undo)
-            elif norms:
-                self._compute(name, m, norm_for(m, name=name, sharded=self._sharded), undo)
             else:
-                self.skipped[name] = "norms=False"
+                self._compute(name, m, norm_for(m, name=name, sharded=self._sharded), undo)
 
     def _compute(self, name: str, module: nn.Module, borrower: Borrower, undo: ExitStack) -> None:
         calls = self.calls

@@ -51,11 +51,10 @@ class Recipe:
         number_format: str | None = None,
         amax_history: int = 1024,
         amax_compute: str = "max",
-        margin: int = 0,
         reduce_amax: bool = False,
     ) -> Any:
         """Return Transformer Engine's object for this recipe; options that the recipe lacks are ignored."""
-        given = {"amax_history": amax_history, "amax_compute": amax_compute, "margin": margin}
+        given = {"amax_history": amax_history, "amax_compute": amax_compute}
         engine_names = {"amax_history": "amax_history_len", "amax_compute": "amax_compute_algo"}
         options: dict[str, Any] = {engine_names.get(name, name): given[name] for name in self.options}
         if self.keeps_scales:
@@ -76,7 +75,7 @@ _ROWS = (
         hybrid=True,
         keeps_scales=True,
         compiles=False,
-        options=("amax_history", "amax_compute", "margin"),
+        options=("amax_history", "amax_compute"),
     ),
     Recipe(
         name="current",

@@ -112,7 +112,6 @@ def test_patterns_choose():
     assert done.skipped["layers.1.attention.qkv"] == "excluded by 'layers.1.*.*'"
     assert done.skipped["layers.0.ffn.up"] == "not included"
     assert "head" in convert_to_te(gpt(), head=True).converted
-    assert convert_to_te(gpt(), norms=False).skipped["layers.0.attention.q_norm"] == "norms=False"
 
 
 def test_an_excluded_layer_keeps_its_norm_apart():
@@ -198,7 +197,6 @@ NAMED = r"lm_head: .* converted: transformers\.pytorch_utils\.Conv1D \(8 of them
         (lambda: nn.Sequential(nn.Linear(4, 4)), {"head": True}, r"Nothing of Sequential.*0: 4 x 4 is no multiple of"),
         (gpt, {"in_float32": ["layers.*"]}, r"Nothing of GPT.*layers\.0\..*: computes in float32;.*use BF16Precision"),
         (gpt2, {"in_float8": True}, NAMED),
-        (gpt2, {"in_float8": True, "norms": False}, NAMED),
         (
             lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(16)),
             {"head": True, "in_float8": True},

@@ -7,10 +7,10 @@ from tests import fake_te
 def test_recipes_make_what_transformer_engine_has():
     with fake_te.installed():
         delayed = RECIPES["delayed"].make(
-            number_format="e4m3", amax_history=16, amax_compute="most_recent", margin=1, reduce_amax=False
+            number_format="e4m3", amax_history=16, amax_compute="most_recent", reduce_amax=False
         )
         assert (delayed.fp8_format, delayed.amax_history_len) == (fake_te.Format.E4M3, 16)
-        assert (delayed.amax_compute_algo, delayed.margin, delayed.reduce_amax) == ("most_recent", 1, False)
+        assert (delayed.amax_compute_algo, delayed.reduce_amax) == ("most_recent", False)
         assert RECIPES["delayed"].make().fp8_format is fake_te.Format.HYBRID
         assert type(RECIPES["current"].make()) is fake_te.Float8CurrentScaling
         assert type(RECIPES["block"].make()) is fake_te.Float8BlockScaling
