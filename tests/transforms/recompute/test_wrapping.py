@@ -183,7 +183,7 @@ def test_a_budget_keeps_less_in_compiled_code_and_is_not_shared():
 
 
 def test_an_unknown_operator_names_near_ones():
-    with pytest.raises(ValueError, match=r"no operator 'aten\.addm' in this torch.*nearest first: .*aten\.addmm"):
+    with pytest.raises(ValueError, match=r"no operator 'aten\.addm'.*nearest first: .*aten\.addmm"):
         saved_ops(["aten.mm", "aten.addm"], nn.Linear(2, 2))
 
 
