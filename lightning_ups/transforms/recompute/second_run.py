@@ -8,6 +8,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import islice, takewhile
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -53,6 +54,9 @@ class Held:
         # TorchScript modules hold theirs in C++, where they cannot be replaced.
         self._modules = [module for module in block.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._left_out = [_names_left_out(module) for module in self._modules]
+        # All modules have these first. A forward draws no random numbers from them.
+        structure = _STRUCTURE | {"training"}
+        self._first_own = [sum(1 for _ in takewhile(structure.__contains__, vars(m))) for m in self._modules]
 
     def run(self, before: list[HeldBefore], forward: Callable[[], Any]) -> Any:
         """Run ``forward``; ``before`` gets the attributes in the first run."""
@@ -65,6 +69,11 @@ class Held:
             return forward()
         finally:
             self._put(now)
+
+    def own_values(self, before: Iterable[HeldBefore]) -> Iterator[Any]:
+        """Yield the modules' own attributes."""
+        for first, held in zip(self._first_own, before, strict=True):
+            yield from islice(held.attributes.values(), first, None)
 
     def _put(self, states: Iterable[HeldBefore]) -> None:
         for left_out, (module, attributes, parameters, trained, buffers) in zip(self._left_out, states, strict=True):
@@ -194,14 +203,15 @@ class DrawnBefore(NamedTuple):
         return now is self.state or (self.get is random.getstate and now == self.state)
 
 
-def run_with_drawn(before: list[list[DrawnBefore]], forward: Callable[[], Any]) -> Any:
-    """Run ``forward``; ``before`` gets the states of Python's and NumPy's global generators in the first run.
+def run_with_drawn(before: list[list[DrawnBefore]], attributes: Iterable[Any], forward: Callable[[], Any]) -> Any:
+    """Run ``forward``; ``before`` gets the states of random number generators in the first run.
 
-    These continue afterwards as if there had been no second run. Torch's checkpoint does this for torch's own: that of
-    the CPU, and that of the arguments' device.
+    They are Python's and NumPy's global generators, and those among ``attributes``, and continue afterwards as if there
+    had been no second run. Torch's checkpoint does this for torch's own: that of the CPU, and that of the arguments'
+    device.
     """
     if not before:
-        drawn = [DrawnBefore(get, set_, get()) for get, set_ in _generators()]
+        drawn = [DrawnBefore(get, set_, get()) for get, set_ in _generators(attributes)]
         result = forward()
         before.append([each for each in drawn if not each.is_unmoved()])
         return result
@@ -218,10 +228,21 @@ def _put_drawn(states: Iterable[DrawnBefore]) -> None:
         drawn.set(drawn.state)
 
 
-def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+def _generators(attributes: Iterable[Any]) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     yield random.getstate, random.setstate
-    if "numpy.random" in sys.modules:
+    if (numpy := sys.modules.get("numpy.random")) is not None:
         yield _NUMPY.get, _NUMPY.set
+    for value in attributes:
+        kind = type(value)
+        if kind is torch.Generator:
+            yield value.get_state, value.set_state
+        elif kind is random.Random:
+            yield value.getstate, value.setstate
+        elif numpy is not None and kind is numpy.RandomState:
+            yield value.get_state, value.set_state
+        elif numpy is not None and kind is numpy.Generator:
+            bits = value.bit_generator
+            yield (lambda bits=bits: bits.state), (lambda state, bits=bits: setattr(bits, "state", state))
 
 
 class _NumPy:

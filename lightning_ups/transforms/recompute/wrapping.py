@@ -80,8 +80,8 @@ def recompute(
     """Recompute ``blocks`` in backward while the context is open, keeping only what ``save`` selects.
 
     The second run equals the first: it draws the same random numbers, from torch's generators of the CPU and of the
-    arguments' device, and from Python's and NumPy's. Buffers, attributes and `requires_grad` are those of the first
-    run, and changes by the second run are undone.
+    arguments' device, from Python's and NumPy's, and from generators that are attributes within the block. Buffers,
+    attributes and `requires_grad` are those of the first run, and changes by the second run are undone.
 
     Args:
         blocks: The blocks, each recomputed separately.
@@ -204,7 +204,7 @@ def _recomputed(inner: Forward, *, ops: tuple[Operator, ...]) -> Forward:
             kept.ran_again = self
         with _explaining_writes(kept.name(self)), explaining_torch_func(self, part="ActivationCheckpoint"):
             forward = partial(buffers.run, before.buffers, partial(inner, self, *args, **kwargs))
-            return held.run(before.held, partial(run_with_drawn, before.drawn, forward))
+            return held.run(before.held, lambda: run_with_drawn(before.drawn, held.own_values(before.held), forward))
 
     # A function of this package, not `partial(checkpoint, inner)`: Dynamo skips torch's own frames, so a block whose
     # forward is torch.utils.checkpoint itself would silently not be compiled.

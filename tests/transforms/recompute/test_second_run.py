@@ -355,6 +355,8 @@ class Draws(nn.Module):
     def __init__(self, draw, drawn):
         super().__init__()
         self.linear = nn.Linear(4, 4)
+        self.g, self.r = torch.Generator(), random.Random(0)
+        self.n, self.s = np.random.default_rng(0), np.random.RandomState(0)
         self.draw, self.drawn = draw, drawn
 
     def forward(self, x):
@@ -368,6 +370,10 @@ DRAW = {
     "Python's normal": lambda self: random.gauss(0, 1),
     "NumPy": lambda self: np.random.rand(),
     "NumPy's normal": lambda self: np.random.randn(),
+    "torch's": lambda self: torch.rand((), generator=self.g),
+    "own of Python": lambda self: self.r.random(),
+    "own of NumPy": lambda self: self.n.random(),
+    "own of old NumPy": lambda self: self.s.rand(),
 }
 
 
@@ -399,20 +405,20 @@ def test_the_second_run_draws_what_the_first_did_and_the_stream_goes_on(draw, sa
 def test_a_number_of_numpy_that_is_left_over_is_used_up_again():
     np.random.seed(0)
     np.random.randn()  # leaves the second of a pair
-    run_with_drawn([], lambda: None)  # sees that there is one
+    run_with_drawn([], [], lambda: None)  # sees that there is one
     np.random.randn()  # uses it up, by which the twister does not move
     expected = np.random.get_state()
     drawn = []
-    run_with_drawn(before := [], lambda: drawn.append(np.random.randn()))
+    run_with_drawn(before := [], [], lambda: drawn.append(np.random.randn()))
     np.random.rand()
-    run_with_drawn(before, lambda: drawn.append(np.random.randn()))
+    run_with_drawn(before, [], lambda: drawn.append(np.random.randn()))
     np.random.set_state(expected)
     assert drawn == [np.random.randn()] * 2
 
 
 def test_an_error_in_the_second_run_leaves_the_stream_as_it_was():
     random.seed(0)
-    run_with_drawn(before := [], random.random)
+    run_with_drawn(before := [], [], random.random)
 
     def fail():
         random.random()
@@ -421,7 +427,7 @@ def test_an_error_in_the_second_run_leaves_the_stream_as_it_was():
     expected = random.Random(0)
     expected.random()
     with pytest.raises(KeyError):
-        run_with_drawn(before, fail)
+        run_with_drawn(before, [], fail)
     assert random.random() == expected.random()
 
 
@@ -434,9 +440,9 @@ def test_another_generator_behind_numpy_is_put_back_too(monkeypatch, bits):
         np.random.set_bit_generator(getattr(np.random, bits)(0))
     try:
         drawn = []
-        run_with_drawn(before := [], lambda: drawn.append(np.random.rand()))
+        run_with_drawn(before := [], [], lambda: drawn.append(np.random.rand()))
         drawn.append(np.random.rand())
-        run_with_drawn(before, lambda: drawn.append(np.random.rand()))
+        run_with_drawn(before, [], lambda: drawn.append(np.random.rand()))
     finally:
         if bits is not None:
             np.random.set_bit_generator(own)
@@ -446,6 +452,6 @@ def test_another_generator_behind_numpy_is_put_back_too(monkeypatch, bits):
 def test_numpy_need_not_be_loaded(monkeypatch):
     monkeypatch.delitem(sys.modules, "numpy.random")
     drawn = []
-    run_with_drawn(before := [], lambda: drawn.append(random.random()))
-    run_with_drawn(before, lambda: drawn.append(random.random()))
+    run_with_drawn(before := [], [], lambda: drawn.append(random.random()))
+    run_with_drawn(before, [], lambda: drawn.append(random.random()))
     assert drawn[0] == drawn[1]
