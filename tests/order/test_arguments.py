@@ -28,7 +28,6 @@ from lightning_ups.order.arguments import check_finite, check_least, check_path,
         (lambda: ActivationOffload(blocks=[]), "ActivationOffload(blocks=[])", "Name some, or leave blocks out."),
         (lambda: OptimizerOffload(on_no_effect="skip"), "OptimizerOffload(on_no_effect='skip')", "('raise', 'warn')"),
         (lambda: Compile(cache=""), "Compile(cache='')", "Name one, or leave cache out."),
-        (lambda: Compile(blocks=3), "The patterns are given as 3, which is not a list.", "Write names"),
     ],
 )
 def test_a_wrong_kind_is_named_with_its_cure(make, given, cure):
