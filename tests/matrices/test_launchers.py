@@ -16,13 +16,15 @@ SCRIPT = """
 import sys
 import lightning_ups
 from lightning.pytorch import Trainer
+from lightning_ups.callbacks import Compile
 from tests.cli_toys import Data, Telling, Toy
 
 def train(strategy, devices=2):
+    parts = [Telling(strategy), *([Compile(backend="aot_eager")] if strategy == "simple_fsdp" else ())]
     options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     try:
         trainer = Trainer(
-            accelerator="cpu", strategy=strategy, devices=devices, max_steps=2, callbacks=[Telling(strategy)], **options
+            accelerator="cpu", strategy=strategy, devices=devices, max_steps=2, callbacks=parts, **options
         )
         trainer.fit(Toy(), Data(16))
     except ValueError as error:
@@ -40,7 +42,11 @@ def printed(folder, *commands):
     env = outside_a_group() | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     options = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     programs = [subprocess.Popen([sys.executable, *words], env=env | more, **options) for words, more in commands]
-    told = [program.communicate(timeout=250) for program in programs]
+    try:
+        told = [program.communicate(timeout=250) for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
     assert [program.returncode for program in programs] == [0] * len(programs), told
     return "".join(out for out, _ in told)
 
@@ -52,7 +58,9 @@ def script(folder):
 def cli(folder):
     def command(strategy):
         telling = {"class_path": "tests.cli_toys.Telling", "init_args": {"of": strategy}}
-        trainer = {"strategy": strategy, "devices": 2, "max_steps": 2, "callbacks": [telling], "logger": False}
+        compiling = {"class_path": "Compile", "init_args": {"backend": "aot_eager"}}
+        parts = [telling, compiling] if strategy == "simple_fsdp" else [telling]
+        trainer = {"strategy": strategy, "devices": 2, "max_steps": 2, "callbacks": parts, "logger": False}
         tree = config(data={"class_path": "tests.cli_toys.Data", "init_args": {"size": 16}}, trainer=trainer)
         (folder / f"{strategy}.yaml").write_text(yaml.safe_dump(tree))
         return ["-m", "lightning_ups", "fit", "--config", f"{strategy}.yaml"], {}
