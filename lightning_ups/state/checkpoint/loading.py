@@ -385,19 +385,14 @@ def _room_for(
 
 def _lowered(reading: _Reading, rest: dict[str, Any], reader: StorageReader, metadata: Metadata) -> dict[str, Any]:
     entries = {
-        name: entry
+        name: (entry.size, entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith(SHARDED + ".") and isinstance(entry, TensorStorageMetadata)
     }
     if not entries:
         return rest
     parameters = dict(reading.module.named_parameters(remove_duplicate=False))
-    named = _by_names(parameters)
-    targets = {
-        name: _room(named, parameters, name, entry.size, entry.properties.dtype) for name, entry in entries.items()
-    }
-    read_into(targets, reader, group=reading.group, weights_only=reading.weights_only)
-    return put_back(rest, targets)
+    return put_back(rest, _read_into_rooms(reading, entries, reader, parameters))
 
 
 def _divided(reading: _Reading, rest: dict[str, Any], places: Iterable[str] | None) -> dict[str, Any]:
@@ -420,22 +415,27 @@ def _divided(reading: _Reading, rest: dict[str, Any], places: Iterable[str] | No
         return place in were_sharded if places is not None else _namesake(named, place, value.shape) is not None
 
     rest, sources = _without(rest, is_shard)
-    targets = {place: _room(named, parameters, place, value.shape, value.dtype) for place, value in sources.items()}
-    read_into(targets, SlicedReader(sources), group=reading.group, weights_only=reading.weights_only)
+    entries = {place: (value.shape, value.dtype) for place, value in sources.items()}
+    targets = _read_into_rooms(reading, entries, SlicedReader(sources), parameters)
     return put_back(rest, {f"{SHARDED}.{place}": target for place, target in targets.items()})
 
 
-def _room(
-    named: Mapping[str, Sequence[Tensor]],
+def _read_into_rooms(
+    reading: _Reading,
+    entries: Mapping[str, tuple[torch.Size, torch.dtype]],
+    reader: StorageReader,
     parameters: Mapping[str, Tensor],
-    place: str,
-    size: torch.Size,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return a buffer for a sharded tensor, placed like the parameter of its name, or else like those of its size."""
-    like = _namesake(named, place, size)
-    like = _shard_of_size(parameters.values(), size) if like is None else like
-    return torch.empty(size, dtype=dtype) if like is None else torch.empty_like(like, dtype=dtype, requires_grad=False)
+) -> dict[str, Tensor]:
+    """Read sharded tensors, each placed like the parameter of its name, or else like those of its size."""
+    named, targets = _by_names(parameters), dict[str, Tensor]()
+    for place, (size, dtype) in entries.items():
+        like = _namesake(named, place, size)
+        like = _shard_of_size(parameters.values(), size) if like is None else like
+        targets[place] = (
+            torch.empty(size, dtype=dtype) if like is None else torch.empty_like(like, dtype=dtype, requires_grad=False)
+        )
+    read_into(targets, reader, group=reading.group, weights_only=reading.weights_only)
+    return targets
 
 
 def _by_names(parameters: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:

@@ -46,6 +46,23 @@ def saved(path, *, threads=2, seed=0):
     return path
 
 
+def write_record(path, pieces, *, lead=b"", head=b"", tail=b"", chunk=sums.CHUNK):
+    """Write a record after ``lead``, and return it."""
+    with path.open("wb") as file, ThreadPoolExecutor(1) as helpers:
+        file.write(lead)
+        record = SummedRecord(file, helpers, chunk=chunk)
+        record.write_head(head)
+        record.write_body(pieces)
+        return record.write_tail(tail)
+
+
+@pytest.fixture
+def slow_sums(monkeypatch):
+    """Let helpers be slower than the disk."""
+    stock = sums._sums
+    monkeypatch.setattr(sums, "_sums", lambda *args: (time.sleep(0.05), stock(*args))[1])
+
+
 def same(one, other):
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
@@ -115,12 +132,8 @@ def test_rows_that_change_places_change_the_checksum():
 
 def test_a_part_verifies_the_chunks_that_it_reads_and_no_others(tmp_path):
     data, path = random.Random(0).randbytes(1000), tmp_path / "file"
-    with path.open("wb") as file:
-        file.write(b"other")
-        record = SummedRecord(file, ThreadPoolExecutor(1), chunk=64)
-        record.write_head(b"head")
-        record.write_body([Piece(memoryview(data)[:128]), Piece(memoryview(data)[128:])])
-        record = record.write_tail(b"tail")
+    pieces = [Piece(memoryview(data)[:128]), Piece(memoryview(data)[128:])]
+    record = write_record(path, pieces, lead=b"other", head=b"head", tail=b"tail", chunk=64)
     flip(path, 8 * (5 + 4 + 300))  # in the chunk from 256 to 320
     with path.open("rb") as file:
         for start, length in [(0, 256), (0, 10), (63, 2), (60, 196), (320, 680), (999, 1), (330, 0)]:
@@ -178,20 +191,10 @@ def test_the_end_of_a_tensor_is_verified_while_the_next_one_is_read(tmp_path, mo
         assert targets[f"state_dict.{name}"].equal(weight)
 
 
-def test_a_part_of_a_chunk_is_read_when_what_was_read_before_is_verified(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("slow_sums")
+def test_a_part_of_a_chunk_is_read_when_what_was_read_before_is_verified(tmp_path):
     data, path = random.Random(0).randbytes(2**20), tmp_path / "file"
-    with path.open("wb") as file, ThreadPoolExecutor(1) as helpers:
-        record = SummedRecord(file, helpers, chunk=2**19)
-        record.write_head(b"")
-        record.write_body([Piece(memoryview(data))])
-        record = record.write_tail(b"")
-    stock = sums._sums
-
-    def slow(view, chunk, row_sums=None):
-        time.sleep(0.05)
-        return stock(view, chunk, row_sums)
-
-    monkeypatch.setattr(sums, "_sums", slow)
+    record = write_record(path, [Piece(memoryview(data))], chunk=2**19)
     with path.open("rb") as file, ThreadPoolExecutor(1) as helpers:
         reader = RecordReader(file, offset=0, record=record, name="file", verifier=(verifier := Verifier(helpers)))
         room = bytearray(2**19)
@@ -201,6 +204,7 @@ def test_a_part_of_a_chunk_is_read_when_what_was_read_before_is_verified(tmp_pat
         verifier.wait()
 
 
+@pytest.mark.usefixtures("slow_sums")
 @pytest.mark.parametrize("by", [[False], [True], [False, True, True], [True, False]], ids=str)
 @pytest.mark.parametrize("sizes", [[2**18, 3, 2**18], [5 * 2**19, 2**18, 2**10, 2**21, 7]])
 def test_no_buffer_is_filled_while_it_is_verified(tmp_path, monkeypatch, sizes, by):
@@ -211,13 +215,6 @@ def test_no_buffer_is_filled_while_it_is_verified(tmp_path, monkeypatch, sizes, 
     )
     tensors = {f"w{index}": torch.randn(size) for index, size in enumerate(sizes)}
     Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
-    stock = sums._sums
-
-    def slow(view, chunk, row_sums=None):
-        time.sleep(0.05)
-        return stock(view, chunk, row_sums)
-
-    monkeypatch.setattr(sums, "_sums", slow)
     monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
     monkeypatch.setattr(Lane.__init__, "__kwdefaults__", {"piece": 2**20})
     targets = {f"state_dict.{name}": torch.zeros_like(weight) for name, weight in tensors.items()}
@@ -380,11 +377,7 @@ def test_a_part_of_a_saved_tensor_is_verified_on_the_device_too(tmp_path, monkey
     """Its first and its last chunk are read in part, by the host; the whole ones between begin at an odd place."""
     monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
     whole = torch.randint(256, (3 * 2**20 + 100,), dtype=torch.uint8)
-    with (tmp_path / "file").open("wb") as file, ThreadPoolExecutor(1) as helpers:
-        record = SummedRecord(file, helpers)
-        record.write_head(b"")
-        record.write_body(Lane().pieces(whole))
-        record = record.write_tail(b"")
+    record = write_record(tmp_path / "file", Lane().pieces(whole))
     for start, end, on_device in [(1000, 3 * 2**20 + 8, [2 * 2**20]), (1001, 3 * 2**20 + 50, []), (5, 2**20 - 1, [])]:
         target, lane = torch.zeros(end - start, dtype=torch.uint8), Lane()
         with (tmp_path / "file").open("rb") as file, device_sums(monkeypatch) as summed:
@@ -400,11 +393,7 @@ def test_a_part_that_begins_within_a_chunk_is_verified_in_all_its_pieces(tmp_pat
     """The chunk that lies in two pieces is verified by the host, between rows that the device adds up."""
     monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
     whole = torch.randint(256, (20 * 2**20,), dtype=torch.uint8)
-    with (tmp_path / "file").open("wb") as file, ThreadPoolExecutor(1) as helpers:
-        record = SummedRecord(file, helpers)
-        record.write_head(b"")
-        record.write_body(Lane().pieces(whole))
-        record = record.write_tail(b"")
+    record = write_record(tmp_path / "file", Lane().pieces(whole))
     if flipped is not None:
         flip(tmp_path / "file", 8 * (2**19 + flipped))
     target, lane = torch.zeros(18 * 2**20, dtype=torch.uint8), Lane()
