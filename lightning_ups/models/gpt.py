@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy
 from lightning_ups.models.generate import generate
 from lightning_ups.models.optimizer import Schedule, adamw, scheduler
-from lightning_ups.order.arguments import check_choice, check_least
+from lightning_ups.order.arguments import check_choice
 
 __all__ = ["GPT", "SIZES", "GPTConfig", "GPTModule", "Size"]
 
@@ -396,9 +396,6 @@ class GPTModule(LightningModule):
         check_choice("size", size, tuple(SIZES), of="GPTModule", why="It names a shape of the model.")
         why = "It is how the learning rate decays after the warm-up."
         check_choice("schedule", schedule, get_args(Schedule), of="GPTModule", why=why)
-        for name, value in (("warmup_steps", warmup_steps), ("vocab_size", vocab_size), ("max_seq_len", max_seq_len)):
-            least = 0 if name == "warmup_steps" else 1
-            check_least(name, value, least, of="GPTModule", why="It is a count.", optional=name != "warmup_steps")
         given = {
             "vocab_size": vocab_size,
             "max_seq_len": max_seq_len,
