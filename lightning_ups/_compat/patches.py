@@ -78,9 +78,9 @@ PATCHES = {
     f"{_OVERLAP}:bucket_key": Patch(("node",), only_speed=True),  # its name in torch 2.11
     "torch._C._nn:cross_entropy_loss": _SPEED,
     "torch._inductor.compile_fx:cudagraphify": Patch(
-        ("model", "static_input_idxs", "is_backward", "mutated_input_idxs"), only_speed=True
+        ("model", "static_input_idxs", "is_backward", "mutated_input_idxs")
     ),
-    "torch._inductor.output_code:maybe_handle_backward_generation": _SPEED,
+    "torch._inductor.output_code:maybe_handle_backward_generation": _PATCH,
     # Modules that FSDP2 alone gathers, reduces or frees wrongly.
     f"{STATE}._pre_backward": _PATCH,
     f"{STATE}._root_post_backward_final_callback": _PATCH,

@@ -60,10 +60,9 @@ def write_tf32(*, enabled: bool) -> None:
     for cells, legacy in ((_MATMUL, "cublas"), (_CUDNN, "cudnn")):
         if _all_are(cells, enabled=enabled):
             continue
-        setter = getattr(torch._C, f"_set_{legacy}_allow_tf32", None)
-        if setter is not None and _legacy(legacy) is not None:
+        if _legacy(legacy) is not None:
             with _quiet():
-                setter(enabled)
+                getattr(torch._C, f"_set_{legacy}_allow_tf32")(enabled)
         if not _all_are(cells, enabled=enabled):  # already mixed, or inherited from torch.backends.fp32_precision
             for cell in cells:
                 _set(cell, "tf32" if enabled else "ieee")
@@ -141,7 +140,7 @@ def _legacy(name: str) -> bool | None:
     try:
         with _quiet():
             return getattr(torch._C, f"_get_{name}_allow_tf32")()
-    except (AttributeError, RuntimeError):  # removed, or the user mixed both interfaces
+    except RuntimeError:  # the user mixed both interfaces
         return None
 
 

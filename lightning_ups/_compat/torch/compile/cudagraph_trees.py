@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ups._compat.patches import applied, why_not
+from lightning_ups._compat.patches import applied
 
-__all__ = ["Demand", "Recording", "marked_steps", "recorded_on_demand", "why_not_on_demand"]
+__all__ = ["Demand", "Recording", "marked_steps", "recorded_on_demand"]
 
 _TREES = "torch._inductor.cudagraph_trees"  # imported by the first recording, and by the first step that is marked
 _LAST_MARK = 0
@@ -190,15 +190,6 @@ class Demand:
 
 _CUDAGRAPHIFY = "torch._inductor.compile_fx:cudagraphify"
 _NOTICE = "torch._inductor.output_code:maybe_handle_backward_generation"
-
-
-def why_not_on_demand() -> str | None:
-    """Return why this torch does not allow `recorded_on_demand`, or None."""
-    import torch._inductor.cudagraph_trees as trees
-
-    if missing := [name for name in ("TreeManagerContainer", "get_obj", "local") if not hasattr(trees, name)]:
-        return f"this torch has no {_TREES}.{missing[0]}"
-    return why_not(_CUDAGRAPHIFY) or why_not(_NOTICE)
 
 
 @contextmanager

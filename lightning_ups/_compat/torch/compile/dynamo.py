@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import FunctionType, MethodType
@@ -375,8 +375,7 @@ def cache_hits() -> tuple[int, int]:
 
 def backward_compiled_with_forward() -> AbstractContextManager[Any]:
     """Return a context in which a graph's backward is compiled with its forward, not when it first runs."""
-    name = "force_non_lazy_backward_lowering"
-    return aot_config.patch({name: True}) if hasattr(aot_config, name) else nullcontext()
+    return aot_config.patch({"force_non_lazy_backward_lowering": True})
 
 
 def donated_buffers_off() -> AbstractContextManager[Any]:

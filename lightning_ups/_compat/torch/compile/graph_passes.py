@@ -299,9 +299,9 @@ def cast_where_copied(graph: fx.Graph) -> None:
     inductor within the kernel that computes them, without rounding in between. Gradients of convolutions are copied in
     this way, too: their memory may be in another order, of which torch 2.11 fails to create a view.
     """
-    bucketing = getattr(torch.ops, "bucketing", None)
-    target = getattr(getattr(bucketing, "_pre_bucket_reduce_scatter", None), "default", None)
-    for node in graph.find_nodes(op="call_function", target=target) if target is not None else ():
+    from torch._inductor.fx_passes import bucketing  # noqa: F401  (defines the operator)
+
+    for node in graph.find_nodes(op="call_function", target=torch.ops.bucketing._pre_bucket_reduce_scatter.default):
         gradients, group_size = node.args
         sources = [_uncast(gradient) for gradient in gradients]
         if sources == [*gradients] and all(_value(gradient).dim() < _CHANNELS_LAST for gradient in gradients):

@@ -116,8 +116,7 @@ def known_by(passes: Iterable[Any]) -> tuple[Any, ...] | None:
     return None if None in keys else keys
 
 
-@contextmanager
-def known_to_caches(*functions: Callable[..., Any], sources: Sequence[str]) -> Iterator[None]:
+def known_to_caches(*functions: Callable[..., Any], sources: Sequence[str]) -> AbstractContextManager[None]:
     """Let inductor cache graphs that call ``functions``, which `torch.compiler.allow_in_graph` does not trace.
 
     By default torch compiles such a graph again in each process, since it cannot know what the functions do.
@@ -130,13 +129,9 @@ def known_to_caches(*functions: Callable[..., Any], sources: Sequence[str]) -> I
     from torch._inductor.custom_graph_pass import get_hash_for_files
 
     name = "unsafe_marked_cacheable_functions"
-    if not hasattr(config, name):
-        yield
-        return
     key = get_hash_for_files(tuple(sources)).hex()
     ours = {f"{function.__module__}.{function.__name__}": key for function in functions}
-    with _set(name, {**getattr(config, name), **ours}):
-        yield
+    return _set(name, {**getattr(config, name), **ours})
 
 
 def tuned_blocks() -> AbstractContextManager[None]:

@@ -134,10 +134,5 @@ def forget_meshes() -> None:
 
     These groups may be destroyed by then, with their world.
     """
-    # Torch 2.11 and 2.13 have two such caches each, one in C++ and one in Python.
-    forget = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if forget is not None:
-        forget()
-    remembered = getattr(DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding, "cache_clear", None)
-    if remembered is not None:
-        remembered()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
