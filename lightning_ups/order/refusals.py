@@ -38,10 +38,10 @@ class Refusal:
 
 
 _SECOND = Refusal(
-    what=lambda run: f"Two callbacks of one class are given: {_second(run)[0]}.",
-    why="Each follows the whole run from the same place in the Trainer, so only one of them can be active.",
-    cure="Keep one of them.",
-    holds=lambda run: bool(_second(run)),
+    what=lambda run: f"Two callbacks of one class are given: {_repeated(run)[0]}.",
+    why="Both would do the same to the whole run, the second on the result of the first.",
+    cure="Keep one of them, with the settings of both.",
+    holds=lambda run: bool(_repeated(run)),
 )
 
 _FP16 = Refusal(
@@ -78,12 +78,6 @@ _BF16_TRUE = Refusal(
 
 REFUSALS = (
     _SECOND,
-    Refusal(
-        what=lambda run: f"Two callbacks of one class are given: {_twice(run)[0]}.",
-        why="Both would make the same change, and the second would act on the first's result.",
-        cure="Keep one, and give it the patterns of both.",
-        holds=lambda run: bool(_twice(run)),
-    ),
     Refusal(
         what=lambda run: f"{' and '.join(_owners(run))} would both keep the optimizer's state.",
         why="Each replaces the optimizer by one that keeps its state elsewhere. The state can be in one place only.",
@@ -290,16 +284,9 @@ def _refuse(run: Run, rows: Iterable[Refusal]) -> None:
             raise ValueError(refusal.text(run))
 
 
-def _second(run: Run) -> list[str]:
-    return _repeated([callback for callback in run.callbacks if isinstance(callback, OnlyOne)])
-
-
-def _twice(run: Run) -> list[str]:
-    return _repeated(run.declarations)
-
-
-def _repeated(callbacks: Iterable[object]) -> list[str]:
+def _repeated(run: Run) -> list[str]:
     """Return the classes that occur more than once; a subclass counts as the class of this package it derives from."""
+    callbacks = [callback for callback in run.callbacks if isinstance(callback, (OnlyOne, Step))]
     counts = Counter(_kind(type(callback)).__name__ for callback in callbacks)
     return [kind for kind, count in counts.items() if count > 1]
 

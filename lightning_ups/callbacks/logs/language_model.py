@@ -53,8 +53,8 @@ class TextSample(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _must_have(pl_module, "generate")
-        _must_have(trainer.datamodule, "encode", "decode")  # type: ignore[attr-defined]
+        _must_have("TextSample", pl_module, "generate")
+        _must_have("TextSample", trainer.datamodule, "encode", "decode")  # type: ignore[attr-defined]
         _encoded(self.prompt, trainer.datamodule)  # type: ignore[attr-defined]
 
     @override
@@ -75,13 +75,12 @@ class TextSample(Callback):
             trainer.print(f"\nA sample, after {self.prompt!r}:\n{line}\n{text}\n{line}")
 
 
-def _must_have(part: object, *methods: str) -> None:
-    if missing := [method for method in methods if not callable(getattr(part, method, None))]:
+def _must_have(callback: str, part: object, *names: str) -> None:
+    if missing := [name for name in names if not hasattr(part, name)]:
         where = "a run without a datamodule" if part is None else type(part).__name__
         raise TypeError(
-            f"TextSample finds no {' and no '.join(missing)} in {where}."
-            " It needs generate of the LightningModule, and encode and decode of the datamodule."
-            " Write these methods, or take TextSample out of the callbacks."
+            f"{callback} finds no {' and no '.join(missing)} in {where}."
+            f" Add what is missing, or take {callback} out of the callbacks."
         )
 
 
@@ -143,14 +142,7 @@ class UnigramBaseline(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if not hasattr(data, "unigram_entropy"):
-            where = "a run without a datamodule" if data is None else type(data).__name__
-            raise TypeError(
-                f"UnigramBaseline finds no unigram_entropy in {where}."
-                " It compares the validation loss with the entropy of the datamodule's training tokens."
-                " Give the datamodule that attribute, or take UnigramBaseline out of the callbacks."
-            )
+        _must_have("UnigramBaseline", trainer.datamodule, "unigram_entropy")  # type: ignore[attr-defined]
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
