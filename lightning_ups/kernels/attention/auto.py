@@ -218,7 +218,7 @@ def expected_of(table: Table, *, trains: bool, replayed: bool = False) -> Expect
 def regions_of(expected: Expected, kind: Kind, *, among: Sequence[KernelName]) -> Regions:
     """Return the choices among the backends ``among`` by ``expected`` times."""
     grouping = kind.heads / kind.kv_heads
-    own = [backend for backend in _rule(kind.device) if backend in _TORCHS and backend in among]
+    own: list[KernelName] = [backend for backend in _rule(kind.device) if backend in _TORCHS and backend in among]
 
     def line(length: float) -> Line:
         times = expected.line(Point(kind.head_dim, grouping, kind.causal, length, length**2), among=among)
@@ -231,7 +231,7 @@ def _in_torchs_order(times: Line, own: Sequence[KernelName], pairs: float) -> Ti
     """Return times that choose the first of torch's ``own`` kernels before the others: for rows not measured."""
     known = times(pairs)
     best = min((ms for backend, ms in known.items() if backend in own), default=None)
-    others = {backend: ms for backend, ms in known.items() if backend not in own}
+    others: Times = {backend: ms for backend, ms in known.items() if backend not in own}
     return others if best is None else {**others, own[0]: best}
 
 
