@@ -35,7 +35,7 @@ OF_THE_PROCESS = {
     "kernels/attention/routing.py:_CALLED": "whether a replaced function of torch was called",
     "transforms/compile/replay.py:_KEPT": "memory of runs that have ended, for as long as somebody uses it",
     "transforms/float8/recipes.py:RECIPES": "a table, filled where recipes are defined",
-    "transforms/fsdp/stalls.py:_numbers": "keys in the store of the process group",
+    "transforms/fsdp/collective_order.py:_numbers": "keys in the store of the process group",
     "transforms/compile/frame.py:_NUMBERS": "names of code",
 }
 # Entries of an object that one run owns; they go with it, or when the run ends.

@@ -1,5 +1,6 @@
 """Sharding with `fully_shard`, and the checks around it."""
 
+from lightning_ups.transforms.fsdp.collective_order import CollectiveOrder
 from lightning_ups.transforms.fsdp.external_reads import ExternalReads
 from lightning_ups.transforms.fsdp.memory_choices import (
     Sync,
@@ -18,7 +19,6 @@ from lightning_ups.transforms.fsdp.model_forward import (
     gathered_when_called,
 )
 from lightning_ups.transforms.fsdp.sharding import Sharded, ShardOptions, is_sharded, shard, sharded
-from lightning_ups.transforms.fsdp.stalls import CollectiveOrder, StallWatch
 from lightning_ups.transforms.fsdp.step_checks import ManualWrites, refuse_late_gradients, refuse_replaced
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "ShardOptions",
     "Sharded",
     "ShownGradients",
-    "StallWatch",
     "Sync",
     "choose_keeping",
     "choose_sync",

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ups.strategies import FSDP2Strategy
-from lightning_ups.transforms.fsdp import stalls
-from lightning_ups.transforms.fsdp.stalls import CollectiveOrder, StallWatch
+from lightning_ups.transforms.fsdp import collective_order
+from lightning_ups.transforms.fsdp.collective_order import CollectiveOrder
 from lightning_ups.transforms.sharding import StepState
+from tests.strategies.cases import two_ranks
 from tests.toys import Net, loader, trainer
 
 RUNS = {  # what each rank has run in its steps
@@ -29,12 +30,12 @@ APART = {"another branch": "b", "another branch, and on to the next step": "b", 
 def watched(runs, expected):
     texts, handler = [], logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
-    logging.getLogger(stalls.__name__).addHandler(handler)
-    stalls.PATIENCE_S = 0.1
-    watch = StallWatch("Use unused_parameters=True.")
+    logging.getLogger(collective_order.__name__).addHandler(handler)
+    collective_order.PATIENCE_S = 0.1
+    watch = CollectiveOrder((), remedy="Use unused_parameters=True.", undo=ExitStack())
     watch.open()
     for step in runs[dist.get_rank()]:
-        watch.begin_step()
+        watch.begin(StepState(), ExitStack())
         for name in step:
             watch.note(name)
     deadline = time.monotonic() + (30 if expected else 1)
@@ -44,8 +45,8 @@ def watched(runs, expected):
     error = RuntimeError("Timed out waiting 1800000ms for recv operation to complete")
     watch.explain(error)
     watch.close()
-    stalls.PATIENCE_S = 10.0
-    logging.getLogger(stalls.__name__).removeHandler(handler)
+    collective_order.PATIENCE_S = 10.0
+    logging.getLogger(collective_order.__name__).removeHandler(handler)
     return texts, error.__notes__
 
 
@@ -64,37 +65,25 @@ def test_ranks_that_run_other_modules_are_named_and_slow_ones_are_not(ranks, kin
 
 def test_an_error_that_is_no_timeout_is_left_as_it_is():
     error = ValueError("shapes differ")
-    StallWatch("").explain(error)
+    CollectiveOrder((), remedy="", undo=ExitStack()).explain(error)
     assert not hasattr(error, "__notes__")
 
 
-def fitted(path):
-    made = FSDP2Strategy()
-    seen = []
-    stock = made._stalls.begin_step
-
-    def begin():
-        seen.append(made._stalls._steps)
-        stock()
-
-    made._stalls.begin_step = begin
-    trainer(path, strategy=made, devices=2, epochs=1).fit(Net(), loader(2))
-    assert made._stalls._over is None
-    return seen, made._stalls.remedy
-
-
-def test_a_strategy_notes_what_its_steps_run(ranks, tmp_path):
-    steps, remedy = ranks(fitted, tmp_path)
-    number, ran, _ = steps[-1]
-    assert number == len(steps) - 1 > 0
+@two_ranks
+def test_a_strategy_notes_what_its_steps_run(tmp_path):
+    strategy, model, noted = FSDP2Strategy(), Net(), []
+    model.on_train_batch_end = lambda *_: noted.append(strategy._order._records)
+    trainer(tmp_path, strategy=strategy, devices=2, epochs=1).fit(model, loader(2))
+    number, ran, _ = noted[-1]
+    assert number == len(noted) > 0
     assert "head" in ran
     assert any("reduction" in name for name in ran)
-    assert "unused_parameters=True" in remedy
+    assert strategy._order._over is None
 
 
 def checksum(calls, *, name="training_step", reduced=()):
     model, undo = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]), ExitStack()
-    order = CollectiveOrder(model.named_children(), stalls=StallWatch(""), undo=undo)
+    order = CollectiveOrder(model.named_children(), remedy="", undo=undo)
     x = torch.ones(1, 1)
     model[1](x)  # in no step
     for step in calls:
@@ -104,7 +93,8 @@ def checksum(calls, *, name="training_step", reduced=()):
                 model[index](x)
             with torch.no_grad():
                 model[0](x)
-        order.note_reduction(reduced)
+        for weight in reduced:
+            order.note(weight)
     undo.close()
     assert not any(module._forward_pre_hooks for module in model)
     return order.checksum

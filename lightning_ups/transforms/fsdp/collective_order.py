@@ -8,7 +8,7 @@ ranks that wait for one another have run something different.
 import json
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import count
 from typing import Any
@@ -20,43 +20,70 @@ from torch import nn
 
 from lightning_ups._compat.torch.fsdp.process_groups import shared_store
 from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo
-from lightning_ups.transforms.quoted import listed
 from lightning_ups.transforms.sharding import StepState
 
-__all__ = ["CollectiveOrder", "StallWatch"]
+__all__ = ["CollectiveOrder"]
 
 PATIENCE_S = 10.0
 _logger = logging.getLogger(__name__)
 _numbers = count()  # of fits in this process, the same on every rank
 
 
-class StallWatch:
-    """Checks, while open, whether ranks have stopped at different places of a training step.
+class CollectiveOrder:
+    """Records which modules training steps call first, and which gradients are reduced, to find ranks that differ.
+
+    Only the first call of a module in a step counts: whether a later call gathers again depends on what is kept.
 
     Args:
-        remedy: What to do about it, for the message.
+        names: Names of the modules whose calls gather.
+        remedy: What to do if ranks differ, for messages.
+        undo: Removes the hooks.
+
+    Attributes:
+        checksum: The checksum of all records; ranks with different checksums have run something different.
     """
 
-    def __init__(self, remedy: str) -> None:
-        self.remedy = remedy
-        self.found: str | None = None  # the message, if ranks wait for one another
-        self._steps = (0, list[str](), list[str]())  # number of the step, its records, and those of the previous step
+    def __init__(self, names: Iterable[tuple[str, nn.Module]], *, remedy: str, undo: ExitStack) -> None:
+        self.checksum = 0
+        self._remedy, self._found = remedy, ""  # the second: a message, if ranks wait for one another
+        self._called, self._is_on = set[nn.Module](), False
+        self._records = (0, list[str](), list[str]())  # number of the step, its records, and those of the one before
         self._over: threading.Event | None = None  # set while there is a thread
         self._store: dist.Store | None = None
+        self._names = {module: name for name, module in names}
 
-    def begin_step(self) -> None:
-        """Called at the start of a training step."""
-        number, now, _ = self._steps
-        self._steps = number + 1, [], now
+        def note(module: nn.Module, *_: Any) -> None:
+            if self._is_on and torch.is_grad_enabled() and module not in self._called:
+                self._called.add(module)
+                self.note(self._names[module])
+
+        hook = hidden_from_dynamo(note)  # graphs of functions that a user compiled would break at the checksum
+        for module in self._names:
+            undo.callback(module.register_forward_pre_hook(hook).remove)
+
+    def begin(self, step: StepState, undo: ExitStack) -> None:
+        """Called before a step; ``undo`` is closed when the step ends or fails."""
+        self._called.clear()
+        if step.is_training:
+            number, now, _ = self._records
+            self._records = number + 1, [], now
+            self._is_on = True
+            undo.callback(self._rest)
+
+    def _rest(self) -> None:
+        self._is_on = False
 
     def note(self, name: str) -> None:
         """Record that the current step runs ``name``."""
-        self._steps[1].append(name)
+        self.checksum = crc32(name.encode(), self.checksum)
+        self._records[1].append(name)
+
+    # Ranks that wait for one another
 
     def open(self) -> None:
         """Start to watch; every rank must."""
         self._over = over = threading.Event()
-        self.found, self._steps = None, (0, [], [])
+        self._found, self._records = "", (0, [], [])
         self._store = shared_store(f"lightning_ups/stalls/{next(_numbers)}")
         threading.Thread(target=self._watch, args=(over,), daemon=True, name="stalls").start()
 
@@ -69,12 +96,12 @@ class StallWatch:
     def explain(self, error: BaseException) -> None:
         """Add to an error of a collective that timed out why ranks wait for one another."""
         if self._over is not None and ("timed out" in str(error).lower() or "timeout" in str(error).lower()):
-            error.add_note(self.found or f"If ranks ran different modules in a training step: {self.remedy}")
+            error.add_note(self._found or f"If ranks ran different modules in a training step: {self._remedy}")
 
     def _watch(self, over: threading.Event) -> None:
         seen: Any = None
         while not over.wait(PATIENCE_S):
-            number, now, before = self._steps
+            number, now, before = self._records
             if not number or (number, len(now)) != seen:
                 seen = number, len(now)
                 continue
@@ -84,14 +111,14 @@ class StallWatch:
             try:
                 store.set(str(dist.get_rank()), json.dumps([number, now, before]))
                 if dist.get_rank() == 0 and (found := self._compared(store)):
-                    self.found = f"{found} {self.remedy}"
-                    _logger.error(self.found)
+                    self._found = f"{found} {self._remedy}"
+                    _logger.error(self._found)
                     return
             except (RuntimeError, ValueError):  # the run has ended, and its store is gone
                 return
 
     def _compared(self, store: dist.Store) -> str | None:
-        number, now, before = self._steps
+        number, now, before = self._records
         for rank in range(1, dist.get_world_size()):
             if not store.check([str(rank)]):
                 continue
@@ -105,52 +132,3 @@ class StallWatch:
                             f" {rank} {other}."
                         )
         return None
-
-
-class CollectiveOrder:
-    """Records which modules training steps call first, and which gradients are reduced.
-
-    Only the first call of a module in a step counts: whether a later call gathers again depends on what is kept.
-
-    Args:
-        names: Names of the modules whose calls gather.
-        stalls: Receives the same records, to find ranks that wait for each other.
-        undo: Removes the hooks.
-
-    Attributes:
-        checksum: The checksum of all records; ranks with different checksums have run something different.
-    """
-
-    def __init__(self, names: Iterable[tuple[str, nn.Module]], *, stalls: StallWatch, undo: ExitStack) -> None:
-        self.checksum = 0
-        self._stalls, self._called, self._is_on = stalls, set[nn.Module](), False
-        self._names = {module: name for name, module in names}
-
-        def note(module: nn.Module, *_: Any) -> None:
-            if self._is_on and torch.is_grad_enabled() and module not in self._called:
-                self._called.add(module)
-                self._note(self._names[module])
-
-        hook = hidden_from_dynamo(note)  # graphs of functions that a user compiled would break at the checksum
-        for module in self._names:
-            undo.callback(module.register_forward_pre_hook(hook).remove)
-
-    def begin(self, step: StepState, undo: ExitStack) -> None:
-        """Called before a step; ``undo`` is closed when the step ends or fails."""
-        self._called.clear()
-        if step.is_training:
-            self._stalls.begin_step()
-            self._is_on = True
-            undo.callback(self._rest)
-
-    def _rest(self) -> None:
-        self._is_on = False
-
-    def note_reduction(self, names: Sequence[str]) -> None:
-        """Record that the gradients of these parameters are about to be reduced."""
-        if names:
-            self._note(f"the reduction of gradients of {listed(names)}")
-
-    def _note(self, name: str) -> None:
-        self.checksum = crc32(name.encode(), self.checksum)
-        self._stalls.note(name)
