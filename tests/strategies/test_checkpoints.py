@@ -30,7 +30,7 @@ from lightning_ups.strategies import FSDP2Strategy
 from tests.ranks import Ranks
 from tests.state.checkpoint.io.test_lanes import interrupts
 from tests.state.checkpoint.test_saver import by_slow_buffers, fill_disk
-from tests.strategies.cases import whole
+from tests.strategies.cases import two_ranks, whole
 from tests.toys import Net, data, loader
 
 
@@ -204,17 +204,12 @@ class WithThing(Net):
         self.save_hyperparameters()
 
 
-def odd_hyperparameters(path):
-    whole = fit(path, strategy=FSDP2Strategy(), epochs=3, model=WithThing(Thing()))
-    saved = path / "checkpoints" / "epoch=0.ckpt"
-    with warnings.catch_warnings(record=True) as caught:
-        resumed = fit(path, strategy=FSDP2Strategy(), epochs=3, ckpt_path=saved, folder="b", model=WithThing(Thing()))
-    del caught
-    return whole[1:] == resumed
-
-
-def test_hyperparameters_of_any_class_do_not_stop_resuming(ranks, tmp_path):
-    assert ranks(odd_hyperparameters, tmp_path)
+@two_ranks
+def test_hyperparameters_of_any_class_do_not_stop_resuming(tmp_path):
+    whole = fit(tmp_path, strategy=FSDP2Strategy(), epochs=3, model=WithThing(Thing()))
+    saved = tmp_path / "checkpoints" / "epoch=0.ckpt"
+    again = {"ckpt_path": saved, "folder": "b", "model": WithThing(Thing())}
+    assert fit(tmp_path, strategy=FSDP2Strategy(), epochs=3, **again) == whole[1:]
 
 
 class BySGD(Net):
@@ -222,46 +217,31 @@ class BySGD(Net):
         return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
 
 
-def other_optimizers(path, options):
-    refused = []
-    for name, by, now in (("adam", Net, BySGD), ("sgd", BySGD, Net)):
-        fit(path, strategy=FSDP2Strategy(**options), epochs=1, model=by(), folder=name)
-        saved = path / name / "epoch=0.ckpt"
-        try:
-            fit(path, strategy=FSDP2Strategy(), epochs=2, model=now(), folder="again", ckpt_path=saved)
-        except ValueError as error:
-            refused.append(str(error))
-    return refused
-
-
+@two_ranks
 @pytest.mark.parametrize("save", ["sharded", "full"])
-def test_another_optimizer_is_refused_before_the_first_step(ranks, tmp_path, save):
-    by_sgd, by_adam = ranks(other_optimizers, tmp_path, {"save": save})
-    assert "saved by another optimizer than SGD: its groups have no momentum, dampening, which" in by_sgd
-    assert "saved by another optimizer than AdamW: its groups have no betas, eps, which" in by_adam
+@pytest.mark.parametrize(
+    ("by", "now", "text"),
+    [
+        (Net, BySGD, "saved by another optimizer than SGD: its groups have no momentum, dampening, which"),
+        (BySGD, Net, "saved by another optimizer than AdamW: its groups have no betas, eps, which"),
+    ],
+)
+def test_another_optimizer_is_refused_before_the_first_step(tmp_path, save, by, now, text):
+    fit(tmp_path, strategy=FSDP2Strategy(save=save), epochs=1, model=by())
+    saved = tmp_path / "checkpoints" / "epoch=0.ckpt"
+    with pytest.raises(ValueError, match=text):
+        fit(tmp_path, strategy=FSDP2Strategy(), epochs=2, model=now(), folder="again", ckpt_path=saved)
 
 
-def other_settings(path):
-    saved = path / "checkpoints" / "epoch=0.ckpt"
-    whole = fit(path, strategy=FSDP2Strategy(), epochs=2)
-    results = {}
-    for name, strategy in {
-        "gradients": FSDP2Strategy(sharding="gradients"),
-        "none": FSDP2Strategy(sharding="none"),
-        "offload": FSDP2Strategy(offload=True),
-    }.items():
-        results[name] = fit(path, strategy=strategy, epochs=2, ckpt_path=saved, folder=name)
-    results["bf16"] = fit(
-        path, strategy=FSDP2Strategy(), epochs=2, ckpt_path=saved, folder="bf16", precision="bf16-mixed"
-    )
-    return whole[1:], results
-
-
-def test_another_sharding_and_another_precision_resume(ranks, tmp_path):
-    whole, results = ranks(other_settings, tmp_path)
-    assert results.pop("bf16") == pytest.approx(whole, rel=2e-2)
-    for losses in results.values():
+@two_ranks
+def test_another_sharding_and_another_precision_resume(tmp_path):
+    saved = tmp_path / "checkpoints" / "epoch=0.ckpt"
+    whole = fit(tmp_path, strategy=FSDP2Strategy(), epochs=2)[1:]
+    for options in ({"sharding": "gradients"}, {"sharding": "none"}, {"offload": True}):
+        losses = fit(tmp_path, strategy=FSDP2Strategy(**options), epochs=2, ckpt_path=saved, folder=str(options))
         assert losses == pytest.approx(whole, rel=1e-6)
+    half = {"precision": "bf16-mixed", "folder": "bf16", "ckpt_path": saved}
+    assert fit(tmp_path, strategy=FSDP2Strategy(), epochs=2, **half) == pytest.approx(whole, rel=2e-2)
 
 
 def from_one_device(path):
@@ -293,7 +273,8 @@ def test_a_full_checkpoint_resumes_on_one_device(ranks, tmp_path):
     assert [loss.item() for loss in rest.losses] == pytest.approx(whole[1:], rel=1e-5)
 
 
-def full_disk(path):
+@two_ranks
+def test_a_full_disk_stops_the_run_at_the_next_save(tmp_path):
     strategy = FSDP2Strategy(async_save=True)
     with pytest.MonkeyPatch.context() as patch:
 
@@ -302,18 +283,9 @@ def full_disk(path):
                 fill_disk(patch, after=0)
 
         strategy.checkpoints.saver.observe = fill
-        try:
-            fit(path, strategy=strategy)
-        except RuntimeError as error:
-            failure = str(error)
-    return failure, newest(path / "checkpoints").name
-
-
-def test_a_full_disk_stops_the_run_at_the_next_save(ranks, tmp_path):
-    failure, last = ranks(full_disk, tmp_path)
-    assert "epoch=1.ckpt could not be saved" in failure
-    assert "No space left" in failure
-    assert last == "epoch=0.ckpt"
+        with pytest.raises(RuntimeError, match=r"(?s)epoch=1\.ckpt could not be saved.*No space left"):
+            fit(tmp_path, strategy=strategy)
+    assert newest(tmp_path / "checkpoints").name == "epoch=0.ckpt"
 
 
 def ema():
@@ -474,18 +446,14 @@ class Recording(Logger):
         pass
 
 
-def blocked(path):
+@two_ranks
+def test_the_seconds_that_a_save_blocks_are_logged(tmp_path):
     warnings.simplefilter("ignore")
     logger = Recording()
-    saver = ModelCheckpoint(path, every_n_train_steps=1)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
     options = {"strategy": FSDP2Strategy(async_save=True), "epochs": 1, "callbacks": [saver]}
-    run = run_of(path, logger=logger, log_every_n_steps=1, **options)
-    run.fit(Net(), loader(4))
-    return logger.metrics.get("checkpoint/blocked_s", 0)
-
-
-def test_the_seconds_that_a_save_blocks_are_logged(ranks, tmp_path):
-    assert 0 < ranks(blocked, tmp_path) < 10
+    run_of(tmp_path, logger=logger, log_every_n_steps=1, **options).fit(Net(), loader(4))
+    assert dist.get_rank() or 0 < logger.metrics["checkpoint/blocked_s"] < 10
 
 
 def test_options_and_paths_that_folders_cannot_have():
@@ -553,51 +521,40 @@ def test_an_evaluation_reads_safetensors_and_the_precision_is_told(ranks, tmp_pa
     assert ranks(evaluate, tmp_path) == (24.0, True)
 
 
-def requeued(path):
+@two_ranks
+def test_what_slurm_requeues_is_whole_before_the_job_ends(tmp_path):
     warnings.simplefilter("ignore")
     model, seen = Net(), []
 
     def save(*_):
-        model.trainer.save_checkpoint(path / "hpc_ckpt_1.ckpt")
-        seen.append(is_complete(path / "hpc_ckpt_1.ckpt"))
+        model.trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+        seen.append(is_complete(tmp_path / "hpc_ckpt_1.ckpt"))
 
     model.on_train_batch_end = save
-    strategy = FSDP2Strategy(async_save=True)
-    run_of(path, strategy=strategy, epochs=1, enable_checkpointing=False).fit(model, loader(4))
-    return seen
+    run = run_of(tmp_path, strategy=FSDP2Strategy(async_save=True), epochs=1, enable_checkpointing=False)
+    run.fit(model, loader(4))
+    assert seen == [True]
 
 
-def test_what_slurm_requeues_is_whole_before_the_job_ends(ranks, tmp_path):
-    assert ranks(requeued, tmp_path) == [True]
-
-
-def refused_place(path, place, options):
-    model = Net()
-    saver = ModelCheckpoint(place, **options)
-    run = run_of(path, strategy=FSDP2Strategy(), epochs=1, callbacks=[saver])
-    try:
-        run.fit(model, loader(4))
-    except (ValueError, RuntimeError) as error:
-        return len(model.losses), str(error)
-    return len(model.losses), None
-
-
+@two_ranks
 @pytest.mark.parametrize(
     ("place", "cure"),
     [("file", "or make it writable."), ("file/below", "or make it writable."), ("memory://bucket", "copy from it.")],
 )
-def test_a_place_where_nothing_can_be_saved_is_refused_before_the_first_step(ranks, tmp_path, place, cure):
+def test_a_place_where_nothing_can_be_saved_is_refused_before_the_first_step(tmp_path, place, cure):
     (tmp_path / "file").touch()
     place = place if "://" in place else tmp_path / place
-    steps, message = ranks(refused_place, tmp_path, place, {})
-    assert steps == 0
-    assert str(place) in message
-    assert message.endswith(cure)
+    model = Net()
+    with pytest.raises(ValueError, match=f"{re.escape(str(place))}.*{cure}$"):
+        run_of(tmp_path, strategy=FSDP2Strategy(), epochs=1, callbacks=[ModelCheckpoint(place)]).fit(model, loader(4))
+    assert not model.losses
 
 
-def test_a_place_where_nothing_will_be_saved_is_not(ranks, tmp_path):
+@two_ranks
+def test_a_place_where_nothing_will_be_saved_is_not(tmp_path):
     (tmp_path / "file").touch()
-    assert ranks(refused_place, tmp_path, tmp_path / "file", {"save_top_k": 0}) == (1, None)
+    saver = ModelCheckpoint(tmp_path / "file", save_top_k=0)
+    run_of(tmp_path, strategy=FSDP2Strategy(), epochs=1, callbacks=[saver]).fit(Net(), loader(4))
 
 
 class Signalled(Noisy):
@@ -741,43 +698,36 @@ def test_every_name_of_a_checkpoint(ranks, tmp_path):
     assert "cannot keep checkpoints at memory://" in remote
 
 
-def saved_after_fit(path):
+@two_ranks
+def test_what_is_saved_after_fit_is_whole_when_that_returns(tmp_path):
+    # In the background it would be lost with the process, which may end next.
     warnings.simplefilter("ignore")
     strategy = FSDP2Strategy(async_save=True)
-    run = run_of(path, strategy=strategy, epochs=1, enable_checkpointing=False)
+    run = run_of(tmp_path, strategy=strategy, epochs=1, enable_checkpointing=False)
     run.fit(Net(), loader(4))
     strategy.checkpoints.saver.observe = lambda phase, _: time.sleep(0.3 * (phase == "written"))
-    run.save_checkpoint(path / "final.ckpt")
-    return is_complete(path / "final.ckpt")
+    run.save_checkpoint(tmp_path / "final.ckpt")
+    assert is_complete(tmp_path / "final.ckpt")
 
 
-def saved_amid_an_error(path):
-    warnings.simplefilter("ignore")
+class Failing(Net):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("the user's own")
 
-    class Failing(Net):
-        def training_step(self, batch, batch_idx):
-            raise ValueError("the user's own")
 
+@two_ranks
+def test_a_save_that_fails_amid_an_error_does_not_hide_it(tmp_path):
     def observe(phase, _):
         if phase == "writing" and dist.get_rank() == 1:
             raise OSError("disk full")
 
+    warnings.simplefilter("ignore")
     strategy = FSDP2Strategy(async_save=True)
     strategy.checkpoints.saver.observe = observe
-    callbacks = [OnExceptionCheckpoint(path)]
-    run = run_of(path, strategy=strategy, epochs=1, callbacks=callbacks)
+    run = run_of(tmp_path, strategy=strategy, epochs=1, callbacks=[OnExceptionCheckpoint(tmp_path)])
     with pytest.raises(ValueError, match="the user's own"):
         run.fit(Failing(), loader(4))
-    return run.state.stage is None
-
-
-def test_a_save_that_fails_amid_an_error_does_not_hide_it(ranks, tmp_path):
-    assert ranks(saved_amid_an_error, tmp_path)
-
-
-def test_what_is_saved_after_fit_is_whole_when_that_returns(ranks, tmp_path):
-    # In the background it would be lost with the process, which may end next.
-    assert ranks(saved_after_fit, tmp_path)
+    assert run.state.stage is None
 
 
 def load_with_hook(path, change):
@@ -810,17 +760,19 @@ def rebuild(checkpoint):
     }
 
 
+@two_ranks
 @pytest.mark.parametrize(
     ("change", "name"),
     [(zero_the_bias, "head.bias"), (drop_the_bias, "head.bias"), (forget_optimizers, "optimizer_states")],
 )
-def test_what_the_hook_of_loading_changes_too_late_is_refused(ranks, tmp_path, change, name):
-    with pytest.raises(Exception, match=f"Changing.on_load_checkpoint has changed {name} in the checkpoint"):
-        ranks(load_with_hook, tmp_path, change)
+def test_what_the_hook_of_loading_changes_too_late_is_refused(tmp_path, change, name):
+    with pytest.raises(ValueError, match=f"Changing.on_load_checkpoint has changed {name} in the checkpoint"):
+        load_with_hook(tmp_path, change)
 
 
-def test_a_hook_of_loading_that_changes_nothing_is_called(ranks, tmp_path):
-    assert ranks(load_with_hook, tmp_path, rebuild) == 1
+@two_ranks
+def test_a_hook_of_loading_that_changes_nothing_is_called(tmp_path):
+    assert load_with_hook(tmp_path, rebuild) == 1
 
 
 class Both(torch.optim.Optimizer):
@@ -933,14 +885,11 @@ class Remembers(Callback):
         assert isinstance(state["odd"], Odd)
 
 
-def resumed_with_the_cure(path):
-    fit(path, strategy=FSDP2Strategy(), epochs=1, callbacks=[Remembers()])
-    saved = path / "checkpoints" / "epoch=0.ckpt"
+@two_ranks
+def test_what_a_refusal_of_untrusted_classes_suggests_resumes(tmp_path):
+    fit(tmp_path, strategy=FSDP2Strategy(), epochs=1, callbacks=[Remembers()])
+    again = {"ckpt_path": tmp_path / "checkpoints" / "epoch=0.ckpt", "folder": "again"}
     with pytest.raises(ValueError, match="not trusted") as refused:
-        fit(path, strategy=FSDP2Strategy(), ckpt_path=saved, folder="again", callbacks=[Remembers()])
+        fit(tmp_path, strategy=FSDP2Strategy(), callbacks=[Remembers()], **again)
     cure = re.search(r"FSDP2Strategy\(.*?\)", str(refused.value)).group()
-    return len(fit(path, strategy=eval(cure), epochs=2, ckpt_path=saved, folder="again", callbacks=[Remembers()]))
-
-
-def test_what_a_refusal_of_untrusted_classes_suggests_resumes(ranks, tmp_path):
-    assert ranks(resumed_with_the_cure, tmp_path) == 1
+    assert len(fit(tmp_path, strategy=eval(cure), epochs=2, callbacks=[Remembers()], **again)) == 1
