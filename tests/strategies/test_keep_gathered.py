@@ -9,6 +9,7 @@ from torch import nn
 from lightning_ups.order import applied
 from lightning_ups.strategies import FSDP2Strategy
 from tests.strategies import cases
+from tests.strategies.cases import two_ranks
 from tests.strategies.test_collectives import Count
 from tests.toys import loader, trainer
 
@@ -56,27 +57,19 @@ def test_without_room_nothing_changes(ranks, tmp_path):
     assert report["keeps_gathered"] is False
 
 
-def gathers_of_one_group(tmp_path):
+@two_ranks
+def test_there_is_nothing_to_free_the_only_group_for(tmp_path):
     with patch.dict(cases.CASES, OneGroup=OneGroup):
-        return gathers(tmp_path, 0, 1, name="OneGroup")
-
-
-def test_there_is_nothing_to_free_the_only_group_for(ranks, tmp_path):
-    (steps,), _, (report,) = ranks(gathers_of_one_group, tmp_path)
+        (steps,), _, (report,) = gathers(tmp_path, 0, 1, name="OneGroup")
     assert steps == [1, 1, 1, 1]
     assert "keeps_gathered" not in report
 
 
-def choices(tmp_path):
-    strategy, rank = FSDP2Strategy(), dist.get_rank()
-    options = {"accumulate_grad_batches": 2, "epochs": 0}
-    with patch("lightning_ups.strategies.fsdp2.free_memory", lambda _: 0 if rank == 1 else 2**40):
-        trainer(tmp_path, strategy=strategy, devices=2, **options).fit(cases.Case(), loader())
-    every = [None] * 2
-    dist.all_gather_object(every, strategy._sync_in_effect)
-    return every
-
-
+@two_ranks
 @pytest.mark.filterwarnings("ignore")
-def test_gradients_are_reduced_when_the_fullest_rank_must(ranks, tmp_path):
-    assert ranks(choices, tmp_path) == ["every", "every"]
+def test_gradients_are_reduced_when_the_fullest_rank_must(tmp_path):
+    strategy, rank = FSDP2Strategy(), dist.get_rank()
+    with patch("lightning_ups.strategies.fsdp2.free_memory", lambda _: 0 if rank == 1 else 2**40):
+        run = trainer(tmp_path, strategy=strategy, devices=2, accumulate_grad_batches=2, epochs=0)
+        run.fit(cases.Case(), loader())
+    assert strategy._sync_in_effect == "every"

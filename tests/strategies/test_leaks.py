@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_ups.callbacks import ActivationCheckpoint, Compile, OptimizerOffload
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
+from tests.strategies.cases import two_ranks
 from tests.toys import trainer
 
 STRATEGIES = {
@@ -94,18 +95,15 @@ def test_runs_in_one_process_leave_nothing(tmp_path, plugins):
     assert [thing() for thing in left_behind] == [None] * 4
 
 
-def on_ranks(tmp_path, strategy, plugins):
-    warnings.simplefilter("ignore")
-    return counts(tmp_path, strategy, plugins, 2)
-
-
+@two_ranks
 @pytest.mark.parametrize(
     ("strategy", "plugins"),
     [("full", "stock"), ("gradients", "stock"), ("copies", "stock"), ("simple", "compiled")]
     + [("full", plugins) for plugins in PLUGINS if plugins != "stock"],
 )
-def test_runs_on_two_ranks_leave_nothing(ranks, tmp_path, strategy, plugins):
-    first, second = ranks(on_ranks, tmp_path, strategy, plugins)
+def test_runs_on_two_ranks_leave_nothing(tmp_path, strategy, plugins):
+    warnings.simplefilter("ignore")
+    first, second = counts(tmp_path, strategy, plugins, 2)
     assert first == second
 
 
@@ -120,7 +118,9 @@ class Holding(Callback):
         self.left = sum(parameter() is not None for parameter in self.built)
 
 
-def whole_parameters_left(tmp_path, strategy):
+@two_ranks
+@pytest.mark.parametrize("strategy", ["full", "gradients", "copies", "simple"])
+def test_what_was_sharded_goes_when_it_is_and_not_when_garbage_is_collected(tmp_path, strategy):
     warnings.simplefilter("ignore")
     module = Wide()
     holding = Holding(module)
@@ -132,9 +132,4 @@ def whole_parameters_left(tmp_path, strategy):
         lightning.fit(module, DataLoader(torch.randn(16, 16), batch_size=16))
     finally:
         gc.enable()
-    return holding.left
-
-
-@pytest.mark.parametrize("strategy", ["full", "gradients", "copies", "simple"])
-def test_what_was_sharded_goes_when_it_is_and_not_when_garbage_is_collected(ranks, tmp_path, strategy):
-    assert ranks(whole_parameters_left, tmp_path, strategy) == 0
+    assert holding.left == 0

@@ -8,6 +8,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # noqa: TID25
 from lightning_ups._compat.torch.compile.graph_passes import copy_together
 from lightning_ups.strategies import FSDP2Strategy
 from tests.strategies import cases
+from tests.strategies.cases import two_ranks
 
 
 def both(name, tmp_path, options):
@@ -36,7 +37,8 @@ def test_it_is_asked_for_each_group_and_not_a_bit_changes(ranks, tmp_path, optio
     assert ranks(both, "Tied", tmp_path, options) == (True, [], 12)
 
 
-def failing(tmp_path):
+@two_ranks
+def test_after_an_exception_torch_has_its_own_again(tmp_path):
     def broken(*_):
         raise ArithmeticError("in backward")
 
@@ -46,8 +48,4 @@ def failing(tmp_path):
         pytest.raises(ArithmeticError, match="in backward"),
     ):
         cases.train("Tied", tmp_path, strategy=FSDP2Strategy(), ranks=2, steps=1)
-    return _fsdp_collectives.foreach_reduce_scatter_copy_in is before
-
-
-def test_after_an_exception_torch_has_its_own_again(ranks, tmp_path):
-    assert ranks(failing, tmp_path)
+    assert _fsdp_collectives.foreach_reduce_scatter_copy_in is before

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
-from tests.strategies.cases import CASES, WIDTH, Case, on_ranks, simply_on_ranks, train
+from tests.strategies.cases import CASES, WIDTH, Case, on_ranks, simply_on_ranks, train, two_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -187,37 +187,31 @@ class ByHandAndWhole(ByHand):
 CASES["Steeper"], CASES["Ahead"], CASES["ByHandAndWhole"] = Steeper, Ahead, ByHandAndWhole
 
 
-def sharded_and_ddp(tmp_path, name, strategy, options):
-    ours = train(name, tmp_path, strategy=FSDP2Strategy(**strategy), ranks=2, **options)[2]
-    return ours, train(name, tmp_path, strategy="ddp", ranks=2, **options)[2]
+def trained(tmp_path, name, strategy, **options):
+    return train(name, tmp_path, strategy=strategy, ranks=2, **options)[2]
 
 
+def assert_alike(ours, others):
+    torch.testing.assert_close(ours, others, rtol=1e-5, atol=1e-6)
+
+
+@two_ranks
 @pytest.mark.parametrize("strategy", [{}, {"sharding": "gradients"}, {"sharding": "none"}], ids=str)
 @pytest.mark.parametrize("name", ["Physics", "Penalty", "ByHand", "Steeper", "Ahead"])
-def test_shards_stay_gathered_for_them(name, strategy, ranks, tmp_path):
-    torch.testing.assert_close(*ranks(sharded_and_ddp, tmp_path, name, strategy, {}), rtol=1e-5, atol=1e-6)
+def test_shards_stay_gathered_for_them(tmp_path, name, strategy):
+    assert_alike(trained(tmp_path, name, FSDP2Strategy(**strategy)), trained(tmp_path, name, "ddp"))
 
 
+@two_ranks
 @pytest.mark.parametrize("sync", ["last", "every"])
-def test_shards_stay_gathered_for_them_in_each_microbatch(sync, ranks, tmp_path):
-    options = {"accumulate": 2}
-    torch.testing.assert_close(
-        *ranks(sharded_and_ddp, tmp_path, "Steeper", {"sync": sync}, options), rtol=1e-5, atol=1e-6
-    )
+def test_shards_stay_gathered_for_them_in_each_microbatch(tmp_path, sync):
+    ours, ddp = (trained(tmp_path, "Steeper", each, accumulate=2) for each in (FSDP2Strategy(sync=sync), "ddp"))
+    assert_alike(ours, ddp)
 
 
-def with_graph_and_without(tmp_path):
-    return [train(name, tmp_path, strategy=FSDP2Strategy(), ranks=2)[2] for name in ("ByHandAndWhole", "ByHand")]
-
-
-def test_a_backward_that_makes_a_graph_and_brings_gradients_is_that_of_a_loss(ranks, tmp_path):
-    torch.testing.assert_close(*ranks(with_graph_and_without, tmp_path), rtol=1e-5, atol=1e-6)
-
-
-def kept_between_steps(tmp_path):
-    """Return whether anything is gathered after a fit whose steps differentiate and have no backward of that."""
-    model = train("Idle", tmp_path, strategy=FSDP2Strategy(), ranks=2)[0]
-    return any(not isinstance(p, DTensor) for p in model.parameters())
+@two_ranks
+def test_a_backward_that_makes_a_graph_and_brings_gradients_is_that_of_a_loss(tmp_path):
+    assert_alike(*(trained(tmp_path, name, FSDP2Strategy()) for name in ("ByHandAndWhole", "ByHand")))
 
 
 class Idle(Case):
@@ -233,8 +227,10 @@ class Idle(Case):
 CASES["Idle"] = Idle
 
 
-def test_nothing_stays_gathered_between_steps(ranks, tmp_path):
-    assert not ranks(kept_between_steps, tmp_path)
+@two_ranks
+def test_nothing_stays_gathered_between_steps(tmp_path):
+    model = train("Idle", tmp_path, strategy=FSDP2Strategy(), ranks=2)[0]
+    assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 @pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])

@@ -14,7 +14,7 @@ import lightning_ups  # noqa: F401  (registers the names)
 from lightning_ups.callbacks import Compile
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from tests.strategies import cases
-from tests.strategies.cases import CASES, on_ranks, simply_on_ranks
+from tests.strategies.cases import CASES, on_ranks, simply_on_ranks, two_ranks
 from tests.strategies.test_parity import check, expected
 from tests.toys import Net, loader, trainer
 
@@ -63,37 +63,29 @@ def test_wrong_arguments_are_refused_at_once(strategy, arguments, text):
         strategy(**arguments)
 
 
-def spread(tmp_path):
-    trainer(tmp_path, strategy=FSDP2Strategy(reshard_after_forward=3), devices=2).fit(Net(), loader())
+@two_ranks
+def test_what_cannot_be_spread_evenly_is_refused(tmp_path):
+    text = r"\(reshard_after_forward=3\) is given where parameters are sharded over 2\..*that divides it, or True"
+    with pytest.raises(ValueError, match=text):
+        trainer(tmp_path, strategy=FSDP2Strategy(reshard_after_forward=3), devices=2).fit(Net(), loader())
 
 
-def test_what_cannot_be_spread_evenly_is_refused(ranks, tmp_path):
-    text = r"(?s)\(reshard_after_forward=3\) is given where parameters are sharded over 2\..*that divides it, or True"
-    with pytest.raises(AssertionError, match=text):
-        ranks(spread, tmp_path)
-
-
-def named_anew(tmp_path, strategy):
-    callbacks = [Compile(backend="aot_eager")]
-    model, data = cases.Case(), DataLoader(cases.data(), batch_size=8)
-
-    def validated(blocks):
-        options = {"devices": 2, "callbacks": callbacks if strategy is SimpleFSDPStrategy else []}
-        trainer(tmp_path, strategy=strategy(blocks=blocks), **options).validate(model, data, verbose=False)
-
-    validated(["layers.*"])
-    validated(["layers.*"])
-    with pytest.raises(ValueError, match="build the module anew") as error:
-        validated(["layers.1"])
-    return str(error.value)
-
-
+@two_ranks
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strategy", BOTH)
-def test_other_blocks_than_those_of_an_earlier_run_are_refused(ranks, tmp_path, strategy):
-    text = ranks(named_anew, tmp_path, strategy)
-    assert text.startswith("Case was sharded by an earlier run in other blocks: layers.0, layers.1;")
-    assert f"{strategy.__name__}(blocks=['layers.1']) names layers.1." in text
+def test_other_blocks_than_those_of_an_earlier_run_are_refused(tmp_path, strategy):
+    callbacks = [Compile(backend="aot_eager")] if strategy is SimpleFSDPStrategy else []
+    model, data = cases.Case(), DataLoader(cases.data(), batch_size=8)
+
+    def validate(blocks):
+        run = trainer(tmp_path, strategy=strategy(blocks=blocks), devices=2, callbacks=callbacks)
+        run.validate(model, data, verbose=False)
+
+    validate(["layers.*"])
+    validate(["layers.*"])
+    text = r"^Case was sharded .* in other blocks: layers\.0, layers\.1;.*\['layers\.1'\]\) names layers\.1\..* anew"
+    with pytest.raises(ValueError, match=text):
+        validate(["layers.1"])
 
 
 # Callbacks that run a part of training and go back
@@ -180,24 +172,21 @@ def test_what_a_hook_makes_of_gradients_between_microbatches_counts_as_under_ddp
     check(ranks(halved, tmp_path, strategy), ranks(halved, tmp_path, "ddp"))
 
 
-def told_of_halving(tmp_path, sync):
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        run = trainer(tmp_path, strategy=FSDP2Strategy(sync=sync), epochs=1, devices=2, accumulate_grad_batches=2)
-        run.fit(Looks(), DataLoader(cases.data(), 4))
-    return [str(warning.message) for warning in told if "on_after_backward" in str(warning.message)]
-
-
 class Looks(cases.Case):
     def on_after_backward(self):
         pass
 
 
+@two_ranks
 @pytest.mark.parametrize("sync", ["last", "every"])
-def test_a_hook_that_finds_no_gradients_between_microbatches_is_told(ranks, tmp_path, sync):
-    told = ranks(told_of_halving, tmp_path, sync)
-    assert len(told) == (sync == "last")
-    assert all("Looks.on_after_backward" in text and "sync='every'" in text for text in told)
+def test_a_hook_that_finds_no_gradients_between_microbatches_is_warned_of(tmp_path, sync):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run = trainer(tmp_path, strategy=FSDP2Strategy(sync=sync), epochs=1, devices=2, accumulate_grad_batches=2)
+        run.fit(Looks(), DataLoader(cases.data(), 4))
+    texts = [str(warning.message) for warning in told if "Looks.on_after_backward" in str(warning.message)]
+    assert len(texts) == (sync == "last" and dist.get_rank() == 0)
+    assert all("sync='every'" in text for text in texts)
 
 
 class Watches(Callback):
@@ -231,14 +220,10 @@ class PastManualBackward(cases.Scalar):
         optimizer.step()
 
 
-def past_manual_backward(tmp_path, run):
-    CASES["PastManualBackward"] = PastManualBackward
-    run("PastManualBackward", tmp_path, {}, 2, {})
-
-
+@two_ranks
 @pytest.mark.parametrize("run", [on_ranks, simply_on_ranks])
-def test_a_backward_that_would_leave_gradients_of_one_device_is_refused(ranks, tmp_path, run):
-    with pytest.raises(
-        AssertionError, match=r"(?s)is stepped after loss\.backward\(\).*Call self\.manual_backward\(loss\)"
-    ):
-        ranks(past_manual_backward, tmp_path, run)
+def test_a_backward_that_would_leave_gradients_of_one_device_is_refused(tmp_path, run):
+    CASES["PastManualBackward"] = PastManualBackward
+    text = r"is stepped after loss\.backward\(\).*Call self\.manual_backward\(loss\)"
+    with pytest.raises(RuntimeError, match=text):
+        run("PastManualBackward", tmp_path, {}, 2, {})

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from lightning_ups.strategies import FSDP2Strategy
+from tests.strategies.cases import two_ranks
 from tests.toys import Net, loader, trainer
 
 
@@ -16,14 +17,10 @@ class Signalled(Net):
         return super().training_step(batch, index)
 
 
-def code_of(path):
-    fit = trainer(path, strategy=FSDP2Strategy(sigterm_every=1), devices=2, epochs=8)
+@two_ranks
+def test_a_script_that_gets_sigterm_exits_as_one_that_died_of_it(tmp_path):
+    fit = trainer(tmp_path, strategy=FSDP2Strategy(sigterm_every=1), devices=2, epochs=8)
     with pytest.raises(SystemExit) as stopped:
         fit.fit(Signalled(), loader(4))
-    return stopped.value.code, fit.global_step
-
-
-def test_a_script_that_gets_sigterm_exits_as_one_that_died_of_it(ranks, tmp_path):
-    code, steps = ranks(code_of, tmp_path)
-    assert code == 128 + signal.SIGTERM
-    assert 1 < steps < 16
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert 1 < fit.global_step < 16

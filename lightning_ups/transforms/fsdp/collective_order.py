@@ -48,7 +48,8 @@ class CollectiveOrder:
         self._remedy, self._found = remedy, ""  # the second: a message, if ranks wait for one another
         self._called, self._is_on = set[nn.Module](), False
         self._records = (0, list[str](), list[str]())  # number of the step, its records, and those of the one before
-        self._over: threading.Event | None = None  # set while there is a thread
+        self._over: threading.Event | None = None  # not None while there is a thread
+        self._thread: threading.Thread | None = None
         self._store: dist.Store | None = None
         self._names = {module: name for name, module in names}
 
@@ -85,13 +86,15 @@ class CollectiveOrder:
         self._over = over = threading.Event()
         self._found, self._records = "", (0, [], [])
         self._store = shared_store(f"lightning_ups/stalls/{next(_numbers)}")
-        threading.Thread(target=self._watch, args=(over,), daemon=True, name="stalls").start()
+        self._thread = threading.Thread(target=self._watch, args=(over,), daemon=True, name="stalls")
+        self._thread.start()
 
     def close(self) -> None:
         """Stop watching."""
-        if self._over is not None:
+        if self._over is not None and self._thread is not None:
             self._over.set()
-        self._over = self._store = None
+            self._thread.join(timeout=1)  # until then it holds the modules
+        self._over = self._store = self._thread = None
 
     def explain(self, error: BaseException) -> None:
         """Add to an error of a collective that timed out why ranks wait for one another."""
