@@ -110,12 +110,10 @@ class Table:
         names = [BFLOAT16, *recipes]
         return [(p, name) for p in products for name in names if name not in self.times.get(p, {})]
 
-    def fill(self, products: Iterable[Product], recipes: Iterable[str], timer: Timer) -> int:
-        """Measure missing times, and return how many."""
-        missing = self.missing(products, recipes)
-        for product, name in missing:
+    def fill(self, products: Iterable[Product], recipes: Iterable[str], timer: Timer) -> None:
+        """Measure missing times."""
+        for product, name in self.missing(products, recipes):
             self.times.setdefault(product, {})[name] = timer(product, name)
-        return len(missing)
 
 
 def _times(parts: Mapping[str, Any]) -> Times:

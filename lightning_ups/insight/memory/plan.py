@@ -85,6 +85,9 @@ class Planner:
         microbatches: Batches in an optimizer step.
         device: The GPU. None: unknown; the plan does not say what fits.
 
+    Attributes:
+        declared: The run as configured.
+
     Raises:
         Uncountable: If the strategy uses tensor parallelism.
     """
@@ -109,6 +112,7 @@ class Planner:
             )
         self._optimizers, self._microbatches = optimizers, microbatches
         self._steps: dict[Any, Step] = {}
+        self.declared = Variant(name="as configured")
 
     @property
     def devices(self) -> int:
@@ -119,11 +123,6 @@ class Planner:
     def usable(self) -> int | None:
         """The size that torch's pool may reach, if the device is known."""
         return None if self.device is None else self.device.usable(devices=self.devices)
-
-    @cached_property
-    def declared(self) -> Variant:
-        """The run as configured."""
-        return Variant(name="as configured")
 
     def moment(self, variant: Variant, *, samples: int | None = None, tokens: int | None = None) -> Moment:
         """Return the moment of a step with the most memory on one device.
