@@ -120,6 +120,7 @@ def run_of(module: LightningModule, trainer: Mapping[str, Any], callbacks: Seque
         accelerator=accelerator,
         num_devices=num_devices,
         num_nodes=num_nodes,
+        loggers=tuple(items(trainer.get("logger"))),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_ups._compat.torch.compile.partitioner import heeds_memory_budget
 from lightning_ups.order.capabilities import (
@@ -147,6 +148,12 @@ REFUSALS = (
         why="Without torch.compile the strategy would gather each parameter separately, and wait for each.",
         cure="Unset it, or use FSDP2Strategy.",
         holds=lambda run: run.strategy.whole_graph and _compilation_off() is not None,
+    ),
+    Refusal(
+        what=lambda run: f"{_drawing(run)[0]}(log_graph=True) is given with {run.strategy.name}.",
+        why="It runs the model on rank 0 only, which would wait for the shards of the other ranks.",
+        cure="Leave log_graph out, and draw the graph of a module that is not sharded.",
+        holds=lambda run: run.training and _shards_itself(run) and bool(_drawing(run)),
     ),
     Refusal(
         what=lambda run: f"{type(run.precision).__name__}(all_gather=True) is given under {run.strategy.name}.",
@@ -298,6 +305,12 @@ def _kind(given: type) -> type:
 
 def _owners(run: Run) -> list[str]:
     return [type(step).__name__ for step in run.declarations if step.owns_optimizer_state]
+
+
+def _drawing(run: Run) -> list[str]:
+    if run.module.example_input_array is None:
+        return []  # no input to run it on
+    return [type(each).__name__ for each in run.loggers if isinstance(each, TensorBoardLogger) and each._log_graph]
 
 
 def _writing(run: Run) -> list[str]:

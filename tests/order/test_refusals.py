@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 
 from lightning_ups.callbacks import (
@@ -86,7 +87,24 @@ class MyCompile(Compile):
     pass
 
 
+class Drawing(TensorBoardLogger):
+    """Stands for TensorBoardLogger(log_graph=True), whose package may not be here."""
+
+    def __init__(self):
+        self._log_graph = True
+
+
+def exemplified():
+    net = Net()
+    net.example_input_array = torch.ones(2, 8)
+    return net
+
+
 REFUSED = {
+    "a graph drawn by one device": (
+        run(strategy=FSDP2, module=exemplified(), loggers=(Drawing(),)),
+        r"Drawing\(log_graph=True\) is given with FSDP2Strategy.*Leave log_graph out",
+    ),
     "two of a class": (
         run(callbacks=(Compile(), Compile())),
         "Two callbacks of one class are given: Compile. .*Keep one",
