@@ -1,7 +1,7 @@
 """The register of patches: every attribute of torch, Lightning or another package that lightning_ups replaces.
 
-Each row of ``PATCHES`` is one attribute. `applied` replaces it while a context is open, and `installed` for as long as
-its owner lives. Both check the attribute first: it must exist and take the parameters that the replacement reads.
+Each purpose has its patches, each of one attribute. `applied` replaces it while a context is open, and `installed` for
+as long as its owner lives. Both check the attribute first: it must exist and take the parameters that the replacement reads.
 Otherwise a patch that affects results raises `PatchError`, and one that only saves time is skipped with a warning.
 
 A replacement passes on all arguments that it does not read, so new parameters of later versions do no harm.
@@ -22,6 +22,7 @@ __all__ = [
     "GROUP",
     "PARAM",
     "PATCHES",
+    "PURPOSES",
     "STATE",
     "Patch",
     "PatchError",
@@ -49,6 +50,22 @@ class Patch(NamedTuple):
     only_speed: bool = False
 
 
+class Purpose(NamedTuple):
+    """A group of patches.
+
+    Args:
+        text: What they do, as an infinitive.
+        feature: The feature that needs them, which a user can turn off.
+        test: The name of a test that fails without them.
+        patches: By attribute.
+    """
+
+    text: str
+    feature: str
+    test: str
+    patches: dict[str, Patch]
+
+
 FSDP = "torch.distributed.fsdp._fully_shard."
 GROUP = f"{FSDP}_fsdp_param_group:FSDPParamGroup"
 STATE = f"{FSDP}_fsdp_state:FSDPState"
@@ -62,77 +79,138 @@ _SIGNALS = f"{_CONNECTORS}signal_connector:_SignalConnector"
 _WORKERS = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter"
 
 _PATCH, _SPEED = Patch(), Patch(only_speed=True)
-PATCHES = {
-    # Gradients and random numbers of compiled code that is sharded or recomputed.
-    f"{_PARTITIONERS}:fx_graph_cse": _PATCH,
-    f"{_PARTITIONERS}:functionalize_rng_ops": Patch(("bw_module", "num_sym_nodes")),
-    f"{_PARTITIONERS}:choose_saved_values_set": Patch(("node_info", "memory_budget")),
-    # Compiled blocks share graphs, group their collectives, launch less and replay CUDA graphs in some calls.
-    "torch._dynamo.variables.nn_module:guard_to_detect_forward_monkeypatching": _SPEED,
-    "torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons": _SPEED,
-    "torch._inductor.choices:InductorChoices.reduction_split_factor": Patch(
-        ("reduction_numel_hint", "inner_reduction"), only_speed=True
+PURPOSES = (
+    Purpose(
+        "keep gradients and random numbers right in compiled code that is sharded or recomputed",
+        feature="SimpleFSDPStrategy or ActivationCheckpoint(memory_budget=...)",
+        test="test_parameters_with_equal_gradients_share_no_memory",
+        patches={
+            f"{_PARTITIONERS}:fx_graph_cse": _PATCH,
+            f"{_PARTITIONERS}:functionalize_rng_ops": Patch(("bw_module", "num_sym_nodes")),
+            f"{_PARTITIONERS}:choose_saved_values_set": Patch(("node_info", "memory_budget")),
+        },
     ),
-    "torch.utils._runtime_estimation:get_gpu_dram_gbps": _SPEED,
-    f"{_OVERLAP}:get_full_bucket_key": Patch(("node",), only_speed=True),
-    f"{_OVERLAP}:bucket_key": Patch(("node",), only_speed=True),  # its name in torch 2.11
-    "torch._C._nn:cross_entropy_loss": _SPEED,
-    "torch._inductor.compile_fx:cudagraphify": Patch(
-        ("model", "static_input_idxs", "is_backward", "mutated_input_idxs")
+    Purpose(
+        "let compiled blocks share graphs, group their collectives, launch less and replay CUDA graphs in some calls",
+        feature="Compile",
+        test="test_blocks_are_one_graph_and_train_as_uncompiled",
+        patches={
+            "torch._dynamo.variables.nn_module:guard_to_detect_forward_monkeypatching": _SPEED,
+            "torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons": _SPEED,
+            "torch._inductor.choices:InductorChoices.reduction_split_factor": Patch(
+                ("reduction_numel_hint", "inner_reduction"), only_speed=True
+            ),
+            "torch.utils._runtime_estimation:get_gpu_dram_gbps": _SPEED,
+            f"{_OVERLAP}:get_full_bucket_key": Patch(("node",), only_speed=True),
+            f"{_OVERLAP}:bucket_key": Patch(("node",), only_speed=True),  # its name in torch 2.11
+            "torch._C._nn:cross_entropy_loss": _SPEED,
+            "torch._inductor.compile_fx:cudagraphify": Patch(
+                ("model", "static_input_idxs", "is_backward", "mutated_input_idxs")
+            ),
+            "torch._inductor.output_code:maybe_handle_backward_generation": _PATCH,
+        },
     ),
-    "torch._inductor.output_code:maybe_handle_backward_generation": _PATCH,
-    # Modules that FSDP2 alone gathers, reduces or frees wrongly.
-    f"{STATE}._pre_backward": _PATCH,
-    f"{STATE}._root_post_backward_final_callback": _PATCH,
-    f"{STATE}._register_pre_backward_hook": _PATCH,
-    f"{GROUP}.reshard": _PATCH,
-    f"{GROUP}.post_backward": _PATCH,
-    f"{PARAM}.to_unsharded": _PATCH,
-    f"{PARAM}.init_dtype_attrs": Patch(("mp_policy",)),
-    f"{PARAM}.init_unsharded_param": _PATCH,
-    # FSDP2 copies gathered parameters and gradients with less waiting.
-    f"{FSDP}_fsdp_param_group:foreach_all_gather_copy_out": _SPEED,
-    f"{GROUP}._to_sharded": _SPEED,
-    f"{GROUP}._to_sharded_post_forward": _SPEED,
-    f"{FSDP}_fsdp_collectives:foreach_reduce_scatter_copy_in": Patch(
-        ("unsharded_grads", "reduce_scatter_input", "world_size"), only_speed=True
+    Purpose(
+        "gather, reduce and free parameters for modules that FSDP2 alone gets wrong",
+        feature="FSDP2Strategy",
+        test="test_tensors_of_objects_announce_their_backward",
+        patches={
+            f"{STATE}._pre_backward": _PATCH,
+            f"{STATE}._root_post_backward_final_callback": _PATCH,
+            f"{STATE}._register_pre_backward_hook": _PATCH,
+            f"{GROUP}.reshard": _PATCH,
+            f"{GROUP}.post_backward": _PATCH,
+            f"{PARAM}.to_unsharded": _PATCH,
+            f"{PARAM}.init_dtype_attrs": Patch(("mp_policy",)),
+            f"{PARAM}.init_unsharded_param": _PATCH,
+        },
     ),
-    # Code of users and of Lightning reads and writes sharded parameters.
-    f"{_DTENSOR}.data": _PATCH,
-    f"{_DTENSOR}.__getitem__": _PATCH,
-    f"{_DTENSOR}.__setitem__": _PATCH,
-    f"{_DTENSOR}.new_empty": _PATCH,
-    f"{_DTENSOR}.new_full": _PATCH,
-    f"{_DTENSOR}.new_ones": _PATCH,
-    f"{_DTENSOR}.new_tensor": _PATCH,
-    f"{_DTENSOR}.new_zeros": _PATCH,
-    "torch.autograd:grad": Patch(("inputs",)),
-    "torch.autograd:Function.apply": _PATCH,
-    "lightning.pytorch.callbacks:BaseFinetuning.filter_on_optimizer": Patch(("optimizer", "params")),
-    "lightning.pytorch:LightningModule._LightningModule__to_tensor": Patch(("value",)),
-    "lightning.pytorch.utilities.grads:torch": _PATCH,
-    # A Hugging Face model initializes itself on the meta device.
-    "transformers.modeling_utils:PreTrainedModel.init_weights": _PATCH,
-    # Logging does not wait for the GPU, and costs the host less.
-    f"{_CONNECTORS}logger_connector.result:_ResultMetric.to": _SPEED,
-    "lightning.pytorch.profilers:PassThroughProfiler.profile": Patch(("action_name",), only_speed=True),
-    "lightning.pytorch.callbacks:LearningRateMonitor._extract_stats": _SPEED,
-    # Which batch and which checkpoint a run is at.
-    f"{_CHECKPOINTS}._parse_ckpt_path": Patch(("state_fn", "ckpt_path")),
-    f"{_CHECKPOINTS}.resume_start": Patch(("checkpoint_path", "weights_only")),
-    "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states": _PATCH,
-    "lightning.pytorch.strategies:Strategy.batch_to_device": Patch(("batch", "device", "dataloader_idx")),
-    f"{_WORKERS}._next_data": _PATCH,
-    f"{_WORKERS}._reset": _PATCH,
-    # Code between backward and step; all ranks stop at the same step.
-    "lightning.pytorch.plugins.precision:Precision._after_closure": Patch(("model", "optimizer")),
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor": _PATCH,
-    f"{_SIGNALS}._sigterm_notifier_fn": Patch(("signum",)),
-    f"{_SIGNALS}._slurm_sigusr_handler_fn": Patch(("signum",)),
-    # Where the host waits for the GPU.
-    "torch.cuda:synchronize": _PATCH,
-    "warnings:showwarning": Patch(("message",)),
-}
+    Purpose(
+        "copy gathered parameters and gradients with less waiting",
+        feature="FSDP2Strategy",
+        test="test_it_is_asked_for_each_group_and_not_a_bit_changes",
+        patches={
+            f"{FSDP}_fsdp_param_group:foreach_all_gather_copy_out": _SPEED,
+            f"{GROUP}._to_sharded": _SPEED,
+            f"{GROUP}._to_sharded_post_forward": _SPEED,
+            f"{FSDP}_fsdp_collectives:foreach_reduce_scatter_copy_in": Patch(
+                ("unsharded_grads", "reduce_scatter_input", "world_size"), only_speed=True
+            ),
+        },
+    ),
+    Purpose(
+        "let code of users and of Lightning read and write sharded parameters",
+        feature="FSDP2Strategy or SimpleFSDPStrategy",
+        test="test_values_that_are_set_are_the_shards",
+        patches={
+            f"{_DTENSOR}.data": _PATCH,
+            f"{_DTENSOR}.__getitem__": _PATCH,
+            f"{_DTENSOR}.__setitem__": _PATCH,
+            f"{_DTENSOR}.new_empty": _PATCH,
+            f"{_DTENSOR}.new_full": _PATCH,
+            f"{_DTENSOR}.new_ones": _PATCH,
+            f"{_DTENSOR}.new_tensor": _PATCH,
+            f"{_DTENSOR}.new_zeros": _PATCH,
+            "torch.autograd:grad": Patch(("inputs",)),
+            "torch.autograd:Function.apply": _PATCH,
+            "lightning.pytorch.callbacks:BaseFinetuning.filter_on_optimizer": Patch(("optimizer", "params")),
+            "lightning.pytorch:LightningModule._LightningModule__to_tensor": Patch(("value",)),
+            "lightning.pytorch.utilities.grads:torch": _PATCH,
+        },
+    ),
+    Purpose(
+        "see how a Hugging Face model initializes itself on the meta device",
+        feature="configure_model",
+        test="test_a_model_initialises_itself_on_meta_only_while_asked",
+        patches={
+            "transformers.modeling_utils:PreTrainedModel.init_weights": _PATCH,
+        },
+    ),
+    Purpose(
+        "log without waiting for the GPU and with less work for the host",
+        feature="AccelerationFlags",
+        test="test_no_number_that_is_logged_is_copied_to_the_device",
+        patches={
+            f"{_CONNECTORS}logger_connector.result:_ResultMetric.to": _SPEED,
+            "lightning.pytorch.profilers:PassThroughProfiler.profile": Patch(("action_name",), only_speed=True),
+            "lightning.pytorch.callbacks:LearningRateMonitor._extract_stats": _SPEED,
+        },
+    ),
+    Purpose(
+        "know which batch and which checkpoint a run is at",
+        feature="ExactResume, DevicePrefetch or a strategy",
+        test="test_loaders_are_followed_until_undone",
+        patches={
+            f"{_CHECKPOINTS}._parse_ckpt_path": Patch(("state_fn", "ckpt_path")),
+            f"{_CHECKPOINTS}.resume_start": Patch(("checkpoint_path", "weights_only")),
+            "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states": _PATCH,
+            "lightning.pytorch.strategies:Strategy.batch_to_device": Patch(("batch", "device", "dataloader_idx")),
+            f"{_WORKERS}._next_data": _PATCH,
+            f"{_WORKERS}._reset": _PATCH,
+        },
+    ),
+    Purpose(
+        "act between backward and step, and stop all ranks at the same step",
+        feature="StepGuard or a strategy",
+        test="test_every_rank_stops_at_the_same_step",
+        patches={
+            "lightning.pytorch.plugins.precision:Precision._after_closure": Patch(("model", "optimizer")),
+            "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor": _PATCH,
+            f"{_SIGNALS}._sigterm_notifier_fn": Patch(("signum",)),
+            f"{_SIGNALS}._slurm_sigusr_handler_fn": Patch(("signum",)),
+        },
+    ),
+    Purpose(
+        "count where the host waits for the GPU",
+        feature="TokenThroughput",
+        test="test_places_that_wait_are_counted",
+        patches={
+            "torch.cuda:synchronize": _PATCH,
+            "warnings:showwarning": Patch(("message",)),
+        },
+    ),
+)
+PATCHES = {target: patch for purpose in PURPOSES for target, patch in purpose.patches.items()}
 
 
 _MISSING: Any = object()
@@ -211,7 +289,10 @@ def _fits(target: str, *, only_speed: bool) -> bool:
     if PATCHES[target].only_speed or only_speed:
         warnings.warn(f"{text} This patch is left out, which may be slower.", stacklevel=4)
         return False
-    raise PatchError(f"{text} Install a tested version of {package}: pip install --upgrade lightning_ups")
+    feature = next((purpose.feature for purpose in PURPOSES if target in purpose.patches), "the feature that needs it")
+    raise PatchError(
+        f"{text} Leave out {feature}, or install a tested version of {package}: pip install --upgrade lightning_ups"
+    )
 
 
 def _named(package: str) -> str:

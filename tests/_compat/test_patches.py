@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 
 import lightning_ups
 from lightning_ups._compat.optional.packages import has
-from lightning_ups._compat.patches import PATCHES, Patch, PatchError, applied, installed, why_not
+from lightning_ups._compat.patches import PATCHES, PURPOSES, Patch, PatchError, applied, installed, why_not
 
 PACKAGE = Path(lightning_ups.__file__).parent
 TARGET = f"{__name__}:Owner.method"
@@ -50,6 +50,12 @@ def test_each_attribute_fits_this_version(target):
     if package != "warnings" and (not has(package) or not _covers(versions, package)):
         pytest.skip(f"{package} is missing, or of another version")
     assert why_not(target) is None
+
+
+def test_each_purpose_names_its_test():
+    tests = "".join(path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py"))
+    assert len(PURPOSES) <= 10
+    assert [purpose.text for purpose in PURPOSES if f"def {purpose.test}(" not in tests] == []
 
 
 def _covers(versions, package):

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from lightning_ups._compat.optional.packages import launching_on
+from lightning_ups._compat.patches import applied
 from lightning_ups._compat.torch.compile.inductor import graph_pass
 
 __all__ = ["Launch", "Operator", "launch_directly", "launched_by_graphs"]
@@ -68,8 +69,46 @@ def launched_by_graphs(operators: Sequence[Operator], *, sources: Sequence[str])
         for each in operators:
             launch_directly(graph, each)
 
-    with graph_pass("apart", change, sources=sources):
+    with graph_pass("apart", change, sources=sources), _analysed_once():
         yield
+
+
+@contextmanager
+def _analysed_once() -> Iterator[None]:
+    """Let torch analyze only once, for each kind of launch, what its kernel writes to, while the context is open.
+
+    For that, Triton parses the kernel in 10 ms, twice for each launch: 672 times for eight blocks with casts by rows.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    # The first also finds what is read.
+    names = ("identify_accessed_tensors", "identify_mutated_tensors")
+    name = next((name for name in names if hasattr(triton_kernel_wrap, name)), names[0])
+    with applied(f"torch._higher_order_ops.triton_kernel_wrap:{name}", _remembering, once=True):
+        yield
+
+
+def _remembering(analyse: Callable[..., Any]) -> Callable[..., Any]:
+    found: dict[Any, Any] = {}
+
+    def analysed(kernel: Any, arguments: dict[str, Any], *rest: Any, **options: Any) -> Any:
+        kinds = {name: _kind(value) for name, value in arguments.items()}
+        if any(rest) or any(options.values()) or None in kinds.values():  # descriptors, or unknown kinds
+            return analyse(kernel, arguments, *rest, **options)
+        key = kernel, *kinds.items()
+        if key not in found:
+            found[key] = analyse(kernel, arguments, *rest, **options)
+        return found[key]
+
+    return analysed
+
+
+def _kind(value: Any) -> Any:
+    """Return everything that Triton uses of an argument while it parses a kernel, or None if unknown."""
+    if isinstance(value, int | float | str):
+        return type(value), value
+    dtype = getattr(value, "dtype", None)  # of a fake tensor, or of inductor's placeholder
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def launch_directly(graph: fx.Graph, known: Operator) -> None:

@@ -142,6 +142,42 @@ def test_torch_finds_what_a_kernel_writes_to():
     assert_equal_with_triton(MUTATIONS)
 
 
+ANALYSED = """
+from contextlib import nullcontext
+from unittest.mock import patch
+from torch._higher_order_ops import triton_kernel_wrap
+from lightning_ups._compat.torch.compile import launches
+from lightning_ups.transforms.float8 import compiler_settings, float8_swap
+from tests._compat.torch.compile.test_graph_passes import feed
+from tests.compiled_for_cuda import scheduled
+
+def graphs():
+    parsed = []
+
+    def count(kernel, *rest, plain=triton_kernel_wrap.generate_ttir):
+        parsed.append(kernel.fn.__name__)
+        return plain(kernel, *rest)
+
+    with patch.object(triton_kernel_wrap, "generate_ttir", count):
+        found = scheduled(build, shape, lambda: compiler_settings({recipe!r}, by_kernels=True))
+    code = "".join(graph.code for graph in found).splitlines()
+    return parsed, [line for line in code if not line.startswith("#")]  # which count compilations and launches
+
+build, shape, _ = feed(float8_swap({recipe!r}))
+with patch.object(launches, "_analysed_once", nullcontext):
+    often, wanted = graphs()
+once, found = graphs()
+assert found == wanted
+assert set(once) == set(often) and len(once) <= {kinds} and len(often) >= 2 * {launches}, (once, often)
+print("equal")
+"""
+
+
+@pytest.mark.parametrize(("recipe", "kinds", "launches"), [("tensorwise", 12, 18), ("rowwise", 16, 24)])
+def test_kernels_are_parsed_once_for_each_kind_of_launch_and_graphs_are_the_same(recipe, kinds, launches):
+    assert_equal_with_triton(ANALYSED.format(recipe=recipe, kinds=kinds, launches=launches))
+
+
 @pytest.mark.gpu(capability=(8, 9))
 class TestOnAGpu:
     def test_a_graph_that_launches_casts_itself_has_the_same_bits(self):
