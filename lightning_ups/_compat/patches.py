@@ -1,8 +1,8 @@
 """The register of patches: every attribute of torch, Lightning or another package that lightning_ups replaces.
 
 Each purpose has its patches, each of one attribute. `applied` replaces it while a context is open, and `installed` for
-as long as its owner lives. Both check the attribute first: it must exist and take the parameters that the replacement reads.
-Otherwise a patch that affects results raises `PatchError`, and one that only saves time is skipped with a warning.
+as long as its owner lives. Both check the attribute first: it must exist and take the parameters that the replacement
+reads. Otherwise a patch that affects results raises `PatchError`, and one that only saves time is skipped with a warning.
 
 A replacement passes on all arguments that it does not read, so new parameters of later versions do no harm.
 """
