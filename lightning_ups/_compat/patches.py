@@ -2,7 +2,7 @@
 
 Each purpose has its patches, each of one attribute. `applied` replaces it while a context is open, and `installed` for
 as long as its owner lives. Both check the attribute first: it must exist and take the parameters that the replacement
-reads. Otherwise a patch that affects results raises `PatchError`, and one that only saves time is skipped with a warning.
+reads. Otherwise a patch that affects results raises `PatchError`; one that only saves time is skipped with a warning.
 
 A replacement passes on all arguments that it does not read, so new parameters of later versions do no harm.
 """
