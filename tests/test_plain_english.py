@@ -55,7 +55,7 @@ ALLOWED = {
     "tests/precision": 16,
     "tests/state/checkpoint": 10,
     "tests/state/resume": 6,
-    "tests/strategies": 24,
+    "tests/strategies": 15,
     "tests/transforms": 7,
     "tests/transforms/casting": 2,
     "tests/transforms/compile": 9,
