@@ -13,8 +13,6 @@ from lightning_ups import __version__
 from lightning_ups.config.errors import broken_package, cure_of_broken, report_errors
 from lightning_ups.config.suggestions import check_config, suggest
 
-__all__ = ["main"]
-
 
 class _Tool(NamedTuple):
     """A command of this package.

@@ -50,7 +50,7 @@ def card(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         monkeypatch.setattr(support, "missing_package", lambda _: None)
         monkeypatch.setattr(hardware, "attention_kernel_error", lambda *_, **__: None)
-        for name in probes.__all__:
+        for name in (n for n, f in vars(probes).items() if getattr(f, "__module__", "") == probes.__name__):
             monkeypatch.setattr(probes, name, lambda *_, **__: None)
         packages = {known.name: Package(version="1") for known in KNOWN}
         gpus = [{"index": 0, "name": "a card", "capability": [*capability]}]

@@ -8,8 +8,6 @@ from threading import RLock, local
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
 
-__all__ = ["SharedSettings", "ThreadStack", "only_from", "without"]
-
 T = TypeVar("T")
 
 

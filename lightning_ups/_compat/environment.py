@@ -20,19 +20,6 @@ import torch.cuda.nccl
 
 from lightning_ups._compat.optional.nvml import driver_version
 
-__all__ = [
-    "PACKAGES",
-    "gpus",
-    "graphs_made",
-    "host",
-    "installed",
-    "relevant_variables",
-    "usable_cores",
-    "versions",
-    "without_secrets",
-    "working_tree",
-]
-
 # Distributions that affect the speed or the results of a run.
 PACKAGES = (
     "torch",

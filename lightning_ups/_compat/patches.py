@@ -17,20 +17,6 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-__all__ = [
-    "FSDP",
-    "GROUP",
-    "PARAM",
-    "PATCHES",
-    "PURPOSES",
-    "STATE",
-    "Patch",
-    "PatchError",
-    "applied",
-    "installed",
-    "why_not",
-]
-
 Make = Callable[[Any], Any]  # receives the attribute, and returns its replacement
 
 

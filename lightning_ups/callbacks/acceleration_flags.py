@@ -24,8 +24,6 @@ from lightning_ups.transforms.flags import (
     without_effect,
 )
 
-__all__ = ["AccelerationFlags"]
-
 _BATCH_ENDS = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
 
 

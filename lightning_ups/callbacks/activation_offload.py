@@ -23,8 +23,6 @@ from lightning_ups.transforms.activation_offload import MIN_BYTES, Offloaded, of
 from lightning_ups.transforms.blocks import as_patterns, select_blocks
 from lightning_ups.transforms.quoted import several
 
-__all__ = ["ActivationOffload"]
-
 _PART = "ActivationOffload"
 
 

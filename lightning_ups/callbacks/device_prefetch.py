@@ -23,8 +23,6 @@ from lightning_ups.order import report_of
 from lightning_ups.order.arguments import check_finite
 from lightning_ups.transforms.prefetch import MIN_BYTES, CopiesAhead, CopyCounts, lane_for
 
-__all__ = ["DevicePrefetch"]
-
 _PART = "DevicePrefetch"
 _SEEN = 3  # batches, after which it is known how they reach the device
 

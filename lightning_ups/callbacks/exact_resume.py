@@ -9,8 +9,6 @@ from lightning_ups.order import OnlyOne, Run, refuse_second
 from lightning_ups.order.arguments import check_choice
 from lightning_ups.state.resume import RESUME_KEY, Connection, OnUnreplayable
 
-__all__ = ["ExactResume"]
-
 
 class ExactResume(Callback, OnlyOne):
     """Save every rank's position in the training data and its random state in the checkpoint, and restore them.

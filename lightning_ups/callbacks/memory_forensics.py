@@ -37,8 +37,6 @@ from lightning_ups.order import Run, Stage
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.quoted import first_line, quoted
 
-__all__ = ["MemoryForensics"]
-
 _EVERY = 10  # batches between two reads of the counters
 _RETRIES, _ALLOCATED, _RESERVED = "num_alloc_retries", "allocated_bytes.all.current", "reserved_bytes.all.current"
 

@@ -17,8 +17,6 @@ from lightning_ups.order.arguments import (
     raise_or_warn,
 )
 
-__all__ = ["OptimizerOffload"]
-
 _PART = "OptimizerOffload"
 _CHUNK_MB = 256.0
 

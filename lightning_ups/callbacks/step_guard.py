@@ -25,8 +25,6 @@ from lightning_ups.order.arguments import check_choice, check_finite, check_leas
 from lightning_ups.state.guard import Deferred, KeptBuffers, LossWatch, Saved, Verdict, layout_of
 from lightning_ups.transforms.clip import gradients_of, total_norm
 
-__all__ = ["Action", "GuardEvent", "StepGuard"]
-
 Action = Literal["ignore", "warn", "skip", "rollback", "stop"]
 Where = Literal["auto", "device", "host"]
 

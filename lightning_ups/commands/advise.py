@@ -42,8 +42,6 @@ from lightning_ups.transforms.float8 import RECIPES, fitting_linears, why_left
 from lightning_ups.transforms.te import RECIPES as ENGINE_RECIPES
 from lightning_ups.transforms.te import TEConversion
 
-__all__ = ["TRIES", "advise", "own_options", "show"]
-
 TRIES = True
 
 WARMUP, STEPS = 5, 15

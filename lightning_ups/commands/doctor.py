@@ -15,8 +15,6 @@ from lightning_ups.config.suggestions import parse_options, suggest
 if TYPE_CHECKING:  # these import torch, and that it does not load is for this command to say
     from lightning_ups.commands.machine.packages import Machine
 
-__all__ = ["examination", "main"]
-
 SCHEMA = 1
 _STYLES = {"runs": "green", "limited": "yellow", "no": "red"}
 _MARKS = {"runs": "yes", "limited": "limited", "no": "no"}

@@ -16,8 +16,6 @@ from lightning_ups.transforms.blocks import find_blocks, select_blocks, select_p
 from lightning_ups.transforms.simple_fsdp import check_parametrisable, is_parametrised
 from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
 
-__all__ = ["show"]
-
 
 def show(requested: RequestedRun) -> int:
     """Print what `requested` does. Return 0, or 2 if some of it is refused."""

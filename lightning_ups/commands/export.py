@@ -28,8 +28,6 @@ from lightning_ups.state.checkpoint import (
     write_safetensors,
 )
 
-__all__ = ["main"]
-
 _GPT = "layers.0.attention.qkv.weight"  # names that only one family has
 _LLAMA = "model.embed_tokens.weight"
 _OF_PEFT = (".base_layer.", ".lora_A.", ".lora_embedding_A.", ".modules_to_save.", "prompt_encoder.")

@@ -12,8 +12,6 @@ from lightning_ups.callbacks import RunManifest
 from lightning_ups.config.output import shell_word, short_path
 from lightning_ups.config.parser import SavedConfig
 
-__all__ = ["closing_lines"]
-
 
 def closing_lines(trainer: Trainer, *, program: str, interrupted: bool = False) -> Iterator[str]:
     """Yield the places of logs, checkpoint and manifest, and the next commands for `program`.

@@ -30,8 +30,6 @@ from lightning_ups.insight.memory import (
 from lightning_ups.order import policy_of, refusals
 from lightning_ups.transforms.quoted import quoted, several
 
-__all__ = ["OPTIONS", "main", "own_options", "planner_of", "read_batch", "show"]
-
 OPTIONS = ("batch", "devices", "gpu", "json", "nodes")  # as typed
 
 

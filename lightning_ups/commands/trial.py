@@ -22,8 +22,6 @@ from lightning_ups.config.layers import items
 from lightning_ups.config.requested_run import check_trainer, missing_gpu
 from lightning_ups.order import Run, Step
 
-__all__ = ["StepClock", "Trial"]
-
 # What decides the work of a step; the rest of what a Trainer takes is about where and how long.
 _OF_A_STEP = (
     "accelerator",

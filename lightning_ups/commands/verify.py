@@ -46,8 +46,6 @@ from lightning_ups.transforms.casting import kept_in_float32, within
 from lightning_ups.transforms.float8 import RECIPES, fitting_linears
 from lightning_ups.transforms.te import RECIPES as ENGINE_RECIPES
 
-__all__ = ["OPTIONS", "TRIES", "Verdict", "own_options", "show", "verify"]
-
 OPTIONS = ("no_faults", "steps")  # as typed
 TRIES = True
 _COARSER: Mapping[Rounding, Rounding] = {"tensor": "tensor, hybrid", "block": "block, hybrid"}

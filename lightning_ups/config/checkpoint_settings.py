@@ -19,8 +19,6 @@ from lightning_ups.config.classes import find_class, members
 from lightning_ups.config.layers import Layer, Tree, section
 from lightning_ups.state.checkpoint import is_complete, rest_of
 
-__all__ = ["CheckpointSettings", "flat", "nested_types", "read_settings", "settings_of_model", "without_imports"]
-
 _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 # The parser imports nothing for a text of these types.
 _PLAIN = (str, int, float, bool, complex, bytes, bytearray, NoneType, Path, PurePath, os.PathLike, timedelta)

@@ -16,17 +16,6 @@ from lightning_ups.config.output import note, shell_word
 from lightning_ups.config.suggestions import suggest_file
 from lightning_ups.state.checkpoint import check_file, is_complete, newest_within
 
-__all__ = [
-    "check_best_checkpoint",
-    "check_checkpoint_exists",
-    "check_checkpoint_fits_strategy",
-    "check_data",
-    "check_last_checkpoint",
-    "check_scheduler_has_optimizer",
-    "expanded_folder",
-    "keeps_predictions",
-]
-
 _LOADERS = {
     "fit": "train_dataloader",
     "validate": "val_dataloader",

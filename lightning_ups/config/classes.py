@@ -11,8 +11,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from torch import Tensor
 
-__all__ = ["class_name", "classes_of", "find_class", "is_public", "members", "subclasses"]
-
 _PUBLIC_ROOMS = ("callbacks", "data", "models", "precision", "strategies")
 _PLAIN = (int, float, complex, str, bool, bytes, list, tuple, dict, set, frozenset, NoneType, object, type, Tensor)
 

@@ -21,8 +21,6 @@ from lightning_ups.config.merge import (
     put,
 )
 
-__all__ = ["Request", "preset_of_device", "read_command_line", "unexpected_word"]
-
 _CLASSES = ("model", "data", "optimizer", "lr_scheduler", "trainer.strategy", "trainer.logger", "trainer.profiler")
 _SWITCHES = {"false": False, "null": False, "none": False, "true": True}
 _LISTS_TEXT = "merged lists"

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import IO
 
-__all__ = ["broken_package", "cure_of_broken", "report_errors", "short_text", "unwrapped"]
-
 _DELIBERATE = (ValueError, TypeError, RuntimeError, ImportError, OSError)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 # Packages whose frames are not the user's code.

@@ -23,8 +23,6 @@ from lightning_ups.config.command_line import unexpected_word
 from lightning_ups.config.layers import Keys, Layer, Tree, items, section
 from lightning_ups.config.suggestions import nearest, suggest
 
-__all__ = ["Schema", "find_faults", "summarize"]
-
 _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 

@@ -11,8 +11,6 @@ from jsonargparse import get_loader
 from lightning_ups.config import presets
 from lightning_ups.config.suggestions import check_config
 
-__all__ = ["Keys", "Layer", "Tree", "items", "preset_layer", "read", "section"]
-
 Tree = dict[str, Any]
 Keys = tuple[str | int, ...]  # the path to a value: ("trainer", "callbacks", 0, "init_args", "blocks")
 

@@ -21,8 +21,6 @@ from lightning_ups.config.classes import class_name, find_class
 from lightning_ups.config.layers import Layer, Tree, items, section
 from lightning_ups.config.suggestions import nearest, suggest
 
-__all__ = ["LISTS", "MergedList", "drop_precision", "kind_of", "overridden_values", "parse_value", "put"]
-
 LISTS = ("callbacks", "plugins")  # of trainer
 _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 _BASES = (Callback, Precision, CheckpointIO, ClusterEnvironment, LayerSync, Strategy, Logger)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-__all__ = ["WIDTH", "note", "readable_count", "shell_word", "short_path", "titled"]
-
 WIDTH = 110
 
 

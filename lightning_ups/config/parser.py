@@ -19,8 +19,6 @@ from lightning_ups.config.layers import Layer
 from lightning_ups.config.output import note
 from lightning_ups.insight.report import give_to_loggers, reserve, run_folder
 
-__all__ = ["ReadConfig", "SavedConfig", "UpsParser"]
-
 _TITLES = {  # in the order of the help
     "model": "model (the LightningModule)",
     "data": "data (the LightningDataModule)",

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from lightning_ups.config.suggestions import suggest
 
-__all__ = ["AUTO", "comment", "main", "names", "text"]
-
 AUTO = "auto"  # the preset of the device
 _AUTO_CHOICES = "cpu, a100 or h100"
 _FOLDER = Path(__file__).parent.parent / "presets"

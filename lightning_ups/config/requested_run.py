@@ -19,16 +19,6 @@ from lightning_ups.config.suggestions import suggest
 from lightning_ups.order import Placement, Run, refuse_precision
 from lightning_ups.transforms.quoted import first_line
 
-__all__ = [
-    "RequestedRun",
-    "build_on_meta",
-    "call_configure_model",
-    "check_trainer",
-    "instantiate",
-    "missing_gpu",
-    "run_of",
-]
-
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
 

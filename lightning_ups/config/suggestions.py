@@ -8,8 +8,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["check_config", "nearest", "parse_options", "suggest", "suggest_file"]
-
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the name in `known` that is closest to `name`, or None if none is close.

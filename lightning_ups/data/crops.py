@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["Crops", "batches"]
-
 
 class Crops(Dataset[Tensor]):
     """A dataset of crops of equal length, of which a batch is one copy.

@@ -10,8 +10,6 @@ from typing_extensions import override
 
 from lightning_ups.data.crops import batches
 
-__all__ = ["RandomTokens"]
-
 
 class RandomTokens(LightningDataModule):
     """Uniformly random tokens [batch, seq + 1], generated on demand.

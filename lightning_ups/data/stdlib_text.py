@@ -14,8 +14,6 @@ from typing_extensions import override
 
 from lightning_ups.data.crops import Crops, batches
 
-__all__ = ["StdlibText", "unigram_entropy"]
-
 # Tests are larger than the library. Tables of characters and documentation topics are so similar from file to file that
 # the validation loss would be too low. The other folders are not part of the library, or differ between machines.
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"})

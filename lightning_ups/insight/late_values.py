@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LateValues", "comes_late", "is_far"]
-
 _PAUSE_S = 1e-3
 
 

@@ -6,7 +6,7 @@ a block of it then replaces exactly the block of logits that the same threads ha
 logit of the target class, which one of the blocks overwrites, is read before all of them, with the barriers of the
 reductions in between.
 """
-# ruff: noqa: ANN001, ANN202, N803, N806 (shape suffixes are capitals; Triton reads the annotations of a kernel)
+# ruff: noqa: ANN001, ANN201, D103, N803, N806 (shape suffixes are capitals; Triton reads the annotations of a kernel)
 # pyright: reportInvalidTypeForm=false
 
 from collections.abc import Callable
@@ -18,8 +18,6 @@ from torch import Tensor
 
 from lightning_ups._compat.optional.packages import compiled, has, launching_on
 from lightning_ups._compat.optional.packages import language as tl
-
-__all__ = ["Settings", "launch", "reference_step", "step_on"]
 
 BLOCK, WARPS, STAGES = 4096, 16, 3
 # 8 for each thread: loads of 16 bytes in bfloat16. With fewer elements than a warp's threads, two warps would share

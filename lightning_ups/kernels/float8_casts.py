@@ -17,22 +17,6 @@ from torch import Tensor
 from lightning_ups._compat.optional.packages import has
 from lightning_ups._compat.torch.tensors.custom_ops import define_operator
 
-__all__ = [
-    "HAS_KERNELS",
-    "INNER",
-    "PARTS",
-    "TYPES",
-    "both_orders",
-    "by_kernel",
-    "can_transpose",
-    "column_order",
-    "largest_of",
-    "maxima",
-    "rounded_up",
-    "row_order",
-    "transpose_into",
-]
-
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 PARTS = 1024  # of a maximum; each program of a cast reads all of them
 INNER = 16  # the dimension that is summed over must be a multiple of this

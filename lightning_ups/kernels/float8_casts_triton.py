@@ -1,5 +1,5 @@
 """The Triton kernels of `float8_casts`: one computes a maximum, one casts tiles of a matrix."""
-# ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
+# ruff: noqa: ANN001, ANN201, D103, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false
 
 import inspect
@@ -26,8 +26,6 @@ from lightning_ups.kernels.float8_casts import (
     maxima,
     row_order,
 )
-
-__all__ = ["OPERATORS", "Tiles", "cast_launch", "maxima_launch", "maxima_where_written"]
 
 BLOCK, STAGES = 2048, 3
 FAR = 2**31  # an offset that does not fit into 32 bits

@@ -16,8 +16,6 @@ from torch import Tensor
 from lightning_ups._compat.torch.tensors.custom_ops import define_operator
 from lightning_ups.kernels.float8_casts import LEAST, by_kernel, can_transpose, largest_of, rounded_up, transpose_into
 
-__all__ = ["PARTS", "column_maxima", "scaled_columns", "scaled_rows", "scales_of"]
-
 PARTS = 64  # of the rows, each with a maximum of every column
 
 

@@ -1,5 +1,5 @@
 """The Triton kernels of `float8_row_casts`: casts of rows, maxima of columns, and casts of columns."""
-# ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
+# ruff: noqa: ANN001, ANN201, D103, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false
 
 from collections.abc import Sequence
@@ -14,8 +14,6 @@ from lightning_ups._compat.torch.compile.launches import Launch, Operator
 from lightning_ups.kernels.float8_casts import LEAST, can_transpose, largest_of
 from lightning_ups.kernels.float8_casts_triton import FAR, Tiles
 from lightning_ups.kernels.float8_row_casts import PARTS, column_maxima, scaled_columns, scaled_rows
-
-__all__ = ["COLUMN_TILES", "OPERATORS", "column_maxima_launch", "columns_launch", "rows_launch"]
 
 TILE = 4096  # values of short rows per program
 WIDEST = 16384  # two-byte values of a row that a program can hold

@@ -34,8 +34,6 @@ from lightning_ups._compat.torch.tensors.tensors import product
 from lightning_ups.kernels.cross_entropy_step import Settings, reference_step, step_on
 from lightning_ups.kernels.weight_gradient import WeightGradient
 
-__all__ = ["Backend", "Reduction", "linear_cross_entropy", "reference_linear_cross_entropy"]
-
 Reduction = Literal["mean", "sum", "none"]
 Backend = Literal["auto", "chunked", "torch", "reference"]
 

@@ -3,7 +3,7 @@
 torch copies them together at less than half the memory bandwidth, while nothing else runs. Here one kernel per gradient
 reads and writes full vectors.
 """
-# ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
+# ruff: noqa: ANN001, ANN201, D103, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false
 
 import warnings
@@ -16,8 +16,6 @@ from torch import Tensor
 
 from lightning_ups._compat.optional.packages import compiled, has, launching_on
 from lightning_ups._compat.optional.packages import language as tl
-
-__all__ = ["put_together"]
 
 CHUNK, BLOCK, WARPS = 16384, 4096, 8
 TYPES = (torch.bfloat16, torch.float16, torch.float32)

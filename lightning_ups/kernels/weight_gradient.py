@@ -6,8 +6,6 @@ from torch import Tensor
 
 from lightning_ups._compat.torch.tensors.tensors import add_product, product
 
-__all__ = ["WeightGradient"]
-
 _ALIGNED = 8  # elements of 2 bytes that a matrix product can read at once
 _ROWS_AT_FIRST = 1024
 

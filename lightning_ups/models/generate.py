@@ -6,8 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["generate"]
-
 
 @torch.no_grad()  # not inference_mode: its tensors break a later training step of a sharded model
 def generate(

@@ -26,8 +26,6 @@ from lightning_ups.models.generate import generate
 from lightning_ups.models.optimizer import Schedule, adamw, scheduler
 from lightning_ups.order.arguments import check_choice
 
-__all__ = ["GPT", "SIZES", "GPTConfig", "GPTModule", "Size"]
-
 Size = Literal["tiny", "150M", "1B", "8B"]
 Loss = Literal["logits", "chunked"]
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from lightning_ups.models.gpt import GPTConfig
 
-__all__ = ["from_hf", "hf_config", "to_hf"]
-
 _MODEL = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _BLOCK = {
     "attention_norm": "input_layernorm",

@@ -10,8 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-__all__ = ["Schedule", "adamw", "decay_groups", "factor", "scheduler"]
-
 Schedule = Literal["cosine", "wsd", "constant"]
 _FUSED_DEVICES = ("cpu", "cuda")
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lightning_ups._compat.optional.packages import require
 
-__all__ = ["write"]
-
 _NOT_MERGED = ("use_dora", "lora_bias", "target_parameters", "trainable_token_indices")
 _NO_IMPORTS = ("megatron_config", "megatron_core")  # names a module that PEFT would import
 _KINDS = ("ADALORA", "IA3", "LOHA", "LOKR", "LORA", "OFT")  # that read no file, and learn no prompt

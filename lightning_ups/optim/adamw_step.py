@@ -26,21 +26,6 @@ from lightning_ups._compat.optional.packages import has
 from lightning_ups._compat.torch.optimizers import count_step, flag_to_skip, has_own_step
 from lightning_ups._compat.torch.tensors.tensors import local_of, plain_memory
 
-__all__ = [
-    "AdamWStep",
-    "Kind",
-    "Layout",
-    "OneKernel",
-    "Settings",
-    "Slots",
-    "gradient_column",
-    "one_kernel",
-    "reference_step",
-    "settings_of",
-    "slots_of",
-    "suits_one_kernel",
-]
-
 _ALIGNMENT, _VECTOR = 16, 8  # bytes of the widest load, and so many elements of a gradient or a copy
 _PLAIN = {Tensor, nn.Parameter, type(None)}
 _DEVICE, _DTYPE, _GRADIENT = attrgetter("device"), attrgetter("dtype"), attrgetter("grad")

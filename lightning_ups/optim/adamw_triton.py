@@ -3,7 +3,7 @@
 The kernel finds its tensors in a table of addresses, and works through them chunk by chunk. The table is made anew only
 when an address has changed, which with torch's caching allocator is seldom.
 """
-# ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
+# ruff: noqa: ANN001, ANN201, D103, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false
 
 import math
@@ -17,8 +17,6 @@ from torch import Tensor
 from lightning_ups._compat.optional.packages import compiled, launching_on
 from lightning_ups._compat.optional.packages import language as tl
 from lightning_ups.optim.adamw_step import Kind, Settings
-
-__all__ = ["Launch"]
 
 CHUNK, BLOCK, WARPS = 16384, 2048, 8
 TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}

@@ -12,8 +12,6 @@ from typing_extensions import override
 
 from lightning_ups._compat.torch.optimizers import before_loading
 
-__all__ = ["DelegatingOptimizer", "check_options", "go_by_the_name_of", "innermost", "refuse_state_of_others"]
-
 
 class DelegatingOptimizer(Optimizer):
     """Evaluates the closure once, before the step, which a subclass lets another optimizer make."""

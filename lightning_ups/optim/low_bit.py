@@ -18,8 +18,6 @@ from torch.optim import Optimizer
 from lightning_ups._compat.torch.tensors.tensors import local_of
 from lightning_ups.optim.delegating import innermost
 
-__all__ = ["check_rounding", "is_low_bit", "make_portable", "make_state_alone"]
-
 _MODULES = {  # of torchao
     "OptimState8bit": "torchao.optim.subclass_8bit",
     "OptimState4bit": "torchao.optim.subclass_4bit",

@@ -15,8 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ups.optim.adamw_step import gradient_column
 from lightning_ups.optim.master_weights import MasterWeights, taken_over
 
-__all__ = ["MasterGradients", "reduce_into_masters"]
-
 _LAYOUT = attrgetter("layout")
 
 

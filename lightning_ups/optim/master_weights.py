@@ -25,8 +25,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ups._compat.torch.tensors.tensors import count_writes, counts_of_writes, memories_of, memory_of
 
-__all__ = ["MasterWeights", "Writes", "has_statistics", "nothing_to_settle", "taken_over"]
-
 FIRST_LOOKS, LOOK_EVERY = 3, 50  # steps at which writes that are not counted are looked for
 TOLD_AFTER = 3  # steps in which others have written into a parameter
 PIECE = 2**24  # elements that are compared at once: an embedding's own size again may not be free

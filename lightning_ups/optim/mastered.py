@@ -27,8 +27,6 @@ from lightning_ups.optim.delegating import DelegatingOptimizer
 from lightning_ups.optim.master_gradients import MasterGradients
 from lightning_ups.optim.master_weights import MasterWeights
 
-__all__ = ["MasteredOptimizer"]
-
 
 class MasteredOptimizer(DelegatingOptimizer):
     """Lets an optimizer step the masters, with the gradients of the low-precision parameters.

@@ -9,17 +9,6 @@ from typing import Any, Literal, get_args
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-__all__ = [
-    "OnNoEffect",
-    "check_choice",
-    "check_finite",
-    "check_least",
-    "check_on_no_effect",
-    "check_path",
-    "check_some",
-    "raise_or_warn",
-]
-
 OnNoEffect = Literal["raise", "warn"]
 
 

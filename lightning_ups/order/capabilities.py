@@ -10,19 +10,6 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 
 from lightning_ups.transforms.blocks import as_patterns
 
-__all__ = [
-    "STOCK_POLICIES",
-    "AppliesDeclarations",
-    "Compilation",
-    "DtypePolicy",
-    "HasCapabilities",
-    "OnlyOne",
-    "PrecisionCapabilities",
-    "ReadsPastForward",
-    "capabilities_of",
-    "policy_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DtypePolicy:

@@ -21,8 +21,6 @@ from lightning_ups.transforms.fsdp import is_sharded
 from lightning_ups.transforms.simple_fsdp import is_parametrised
 from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
 
-__all__ = ["REFUSALS", "Refusal", "check", "offloading", "one_graph", "refusals", "refuse_precision", "refuse_second"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:

@@ -21,8 +21,6 @@ from lightning_ups.order.run import Context, Placement
 from lightning_ups.transforms.forward import original_forwards, replacing_parts
 from lightning_ups.transforms.patching import instead_of
 
-__all__ = ["held_by", "watch_gradients"]
-
 _STEPS = 3  # optimizer steps in which a parameter has no gradient
 _STEPS_BETWEEN_LOOKS = 100  # for parameters that were unfrozen within an epoch
 

@@ -16,8 +16,6 @@ from lightning_ups.transforms.blocks import roots
 from lightning_ups.transforms.casting import cast_around
 from lightning_ups.transforms.error_hints import advice_on_mixed_types
 
-__all__ = ["BF16WeightsPrecision"]
-
 
 class BF16WeightsPrecision(PolicyPrecision):
     """Hold weights and gradients in bfloat16 alone: two bytes each, and no masters.

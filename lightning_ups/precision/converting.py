@@ -33,8 +33,6 @@ from lightning_ups.order.arguments import (
 from lightning_ups.transforms.blocks import as_patterns
 from lightning_ups.transforms.fsdp import is_sharded
 
-__all__ = ["ConvertingPrecision", "Filter", "check_head"]
-
 Filter = Literal["all", "auto"]
 
 

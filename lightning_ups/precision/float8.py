@@ -37,8 +37,6 @@ from lightning_ups.transforms.float8 import (
 )
 from lightning_ups.transforms.sharding import TENSOR
 
-__all__ = ["Float8Precision"]
-
 if TYPE_CHECKING:
     RecipeName = str
 else:

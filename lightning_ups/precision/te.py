@@ -38,8 +38,6 @@ from lightning_ups.transforms.te import (
     convert_to_te,
 )
 
-__all__ = ["TEPrecision"]
-
 if TYPE_CHECKING:
     RecipeName = str
 else:

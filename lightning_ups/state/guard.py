@@ -16,8 +16,6 @@ from lightning_ups._compat.torch.tensors.tensors import count_writes
 from lightning_ups._compat.torch.versions import NormWithStatistics
 from lightning_ups.state.checkpoint import is_complete
 
-__all__ = ["Deferred", "KeptBuffers", "LossWatch", "Saved", "Verdict", "layout_of"]
-
 _Place = tuple[nn.Module, str]
 _STATISTICS = ("running_mean", "running_var")  # of any class: torch's kernels write them without updating their version
 Layout = tuple[tuple[int, ...], ...]

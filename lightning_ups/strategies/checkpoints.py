@@ -50,8 +50,6 @@ from lightning_ups.state.checkpoint import (
 )
 from lightning_ups.state.resume import RESUME_KEY, Connection, OnUnreplayable
 
-__all__ = ["Checkpoints", "OnUnreplayable", "Save"]
-
 Save = Literal["sharded", "full"]
 
 # Hyperparameters are only for reading the file; resuming does not need them, and they may have any class.

@@ -17,8 +17,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_ups._compat.torch.fsdp.process_groups import prepare_nccl
 from lightning_ups.order.arguments import check_finite, check_least
 
-__all__ = ["Communication", "check_processes", "refuse_notebook", "rendezvous"]
-
 PATIENCE_S, LONGER = 20.0, 5  # each pause is five times as long as the one before
 _YEAR = 60 * 24 * 365  # minutes
 _logger = logging.getLogger(__name__)

@@ -69,8 +69,6 @@ from lightning_ups.transforms.sharding import (
     share_random_state,
 )
 
-__all__ = ["Device", "Sharding", "ShardingStrategy"]
-
 Sharding = Literal["full", "gradients", "none"]
 Device = Literal["cpu", "device"]
 

@@ -45,8 +45,6 @@ from lightning_ups.transforms.simple_fsdp import (
     parametrised,
 )
 
-__all__ = ["SimpleFSDPStrategy"]
-
 Overlap = Literal["blocks", "none"]
 
 _PART = "SimpleFSDPStrategy"

@@ -15,8 +15,6 @@ from lightning_ups.transforms.blocks import Blocks, Origin, select_blocks
 from lightning_ups.transforms.quoted import listed
 from lightning_ups.transforms.sharding import Initialisation, recall, unsharded
 
-__all__ = ["Convert", "Materialise", "ShardStep", "gather_options"]
-
 
 @dataclass(frozen=True)
 class Convert(Step):

@@ -15,8 +15,6 @@ from lightning_ups.optim.offload import Form, Mark, Memory, form_of, memory_of, 
 from lightning_ups.transforms.error_hints import explaining_torch_func
 from lightning_ups.transforms.forward import Forward, replaced_forward
 
-__all__ = ["Offloaded", "offload_activations"]
-
 MIN_BYTES = 2**20  # of a saved tensor: a smaller copy takes as long
 COMPARED_BYTES = 64 * 2**20  # at once, when a copy is compared with its source
 SPREAD = 4  # a non-contiguous tensor is moved with its whole storage if that is at most this many times larger

@@ -10,15 +10,6 @@ from torch.nn.utils import get_total_norm
 
 from lightning_ups._compat.torch.tensors.tensors import local_of, whole_of
 
-__all__ = [
-    "TakesClipCoefficient",
-    "clip_by_value",
-    "clip_coefficient",
-    "gradients_of",
-    "scale_gradients",
-    "total_norm",
-]
-
 
 @runtime_checkable
 class TakesClipCoefficient(Protocol):

@@ -11,18 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ups.transforms.quoted import first_line
 
-__all__ = [
-    "advice_on_mixed_types",
-    "explaining_reads",
-    "explaining_shards_read",
-    "explaining_torch_func",
-    "explaining_types",
-    "float32_for",
-    "note_no_kernel",
-    "note_second_backward",
-    "note_shards",
-]
-
 _OF_TWO_TYPES = ("same dtype", "expected scalar type", "should be the same")  # torch's texts for products of two dtypes
 _OF_NO_KERNEL = ("unsupported dtype", "not implemented for", "expected both inputs to be")
 _OF_WHAT_WAS_FREED = ("out of bounds for storage of size 0", "but its data is not allocated yet")

@@ -32,21 +32,6 @@ from lightning_ups.kernels.attention import routed_attention
 from lightning_ups.kernels.attention.routing import has_routed
 from lightning_ups.kernels.attention.support import Kind, refusal
 
-__all__ = [
-    "AttentionBackend",
-    "Flags",
-    "PacedCollection",
-    "accelerated",
-    "allocator",
-    "attention_backends",
-    "attention_is_unused",
-    "attention_kernel_error",
-    "cudnn_benchmark",
-    "current_flags",
-    "tf32",
-    "without_effect",
-]
-
 AttentionBackend = Literal["cudnn", "flash", "efficient", "math", "fa4", "fa3", "flex", "auto"]
 
 # The kernels that torch's own function chooses among; `routed_attention` handles the others.

@@ -8,8 +8,6 @@ from torch import nn
 
 from lightning_ups.transforms.on_module import OnModule
 
-__all__ = ["kv_cache_as_before", "without_kv_cache"]
-
 _OFF = OnModule[list[Any]]("kv_cache")  # configs below a module whose cache is off
 
 

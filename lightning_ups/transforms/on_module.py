@@ -7,8 +7,6 @@ from weakref import ref
 from torch import nn
 from typing_extensions import override
 
-__all__ = ["OnModule"]
-
 T = TypeVar("T")
 
 

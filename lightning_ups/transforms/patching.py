@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["instead_of"]
-
 _UNKNOWN: Any = object()
 
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-__all__ = ["MIN_BYTES", "CopiesAhead", "CopyCounts", "Lane", "lane_for", "tensors_in"]
-
 MIN_BYTES = 2**16  # a smaller copy takes less time than overlapping it
 _Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 

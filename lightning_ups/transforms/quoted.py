@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-__all__ = ["first_line", "listed", "quoted", "several"]
-
 
 def first_line(error: BaseException) -> str:
     """Return the first line of the text of ``error``, without its full stop, or its class if the text is empty."""

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["host_state", "random_state", "restore_host_state", "restore_random_state", "seed_from"]
-
 
 def host_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
     """Return the state of Python's, torch's and, if it is imported, NumPy's generator, and of ``generators``."""

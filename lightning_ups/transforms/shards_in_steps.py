@@ -10,8 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ups._compat.patches import applied
 
-__all__ = ["plain_from_shards", "refusing_gradients_of_shards"]
-
 _FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 

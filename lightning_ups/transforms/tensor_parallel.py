@@ -18,8 +18,6 @@ from torch.distributed.tensor.parallel import (
 
 from lightning_ups.transforms.blocks import select_names
 
-__all__ = ["PLANS", "Style", "check_plan", "parallelize", "plan_of", "styles_of"]
-
 Style = Literal[
     "colwise",
     "rowwise",

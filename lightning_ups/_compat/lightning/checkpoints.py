@@ -14,16 +14,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_ups._compat.patches import applied
 
-__all__ = [
-    "ask_strategy_for_last",
-    "asked_weights_only",
-    "checkpoint_folders",
-    "checkpoints_beside",
-    "kept_checkpoints",
-    "last_checkpoints",
-    "roll_back",
-]
-
 _UNTIL_THE_END = ExitStack()  # until the process ends
 
 

@@ -6,26 +6,6 @@ from typing import Any
 
 from lightning_ups._compat.patches import applied
 
-__all__ = [
-    "batches_taken",
-    "begin_epoch_anew",
-    "counts_last_batch",
-    "end_restart_after_epoch",
-    "fetches_in_step",
-    "follow_loaders",
-    "follows_metric",
-    "in_accumulation",
-    "is_before_validation",
-    "is_epoch_over",
-    "is_logging_step",
-    "is_within_step",
-    "leaves_no_files",
-    "logged_step",
-    "reloads_unlike",
-    "restarted_loaders",
-    "set_batches_taken",
-]
-
 
 def follow_loaders(
     trainer: Any, *, before: Callable[[list[Any]], list[Any]], epoch: Callable[[], list[bool] | None]

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-__all__ = ["attach", "first_batch", "optimizers_of"]
-
 
 def optimizers_of(configured: Any) -> tuple[Sequence[Optimizer], Sequence[Any]]:
     """Return the optimizers and schedulers in any return value of ``configure_optimizers``."""

@@ -21,16 +21,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Mult
 
 from lightning_ups._compat import patches
 
-__all__ = [
-    "Followed",
-    "Follower",
-    "generators_of",
-    "keeps_workers",
-    "read_ahead",
-    "reads_by_index",
-    "why_not",
-]
-
 
 class Follower(Protocol):
     """Observes a loader, and may replace its batches."""

@@ -23,17 +23,6 @@ from typing_extensions import override
 
 from lightning_ups._compat.patches import applied
 
-__all__ = [
-    "connector",
-    "is_row_of_step",
-    "logged_hyperparameters",
-    "moved_if_elsewhere",
-    "not_profiled",
-    "remember",
-    "to_scalar",
-    "without_waiting",
-]
-
 _TO_TENSOR = "lightning.pytorch:LightningModule._LightningModule__to_tensor"
 _EXACT = 2**53  # up to which float64 represents all integers
 

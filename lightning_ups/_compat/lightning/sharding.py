@@ -23,20 +23,6 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_ups._compat.patches import applied
 from lightning_ups._compat.torch.tensors.tensors import whole_of
 
-__all__ = [
-    "averaged_copies",
-    "destroy_at_exit",
-    "finetuning_by_identity",
-    "has_weak_references",
-    "is_interactive",
-    "keeping_attributes",
-    "move_all_but_parameters",
-    "regroup",
-    "regroups",
-    "taken_whole",
-    "without_inference_mode",
-]
-
 
 def is_interactive() -> bool:
     """Return whether Lightning takes this process for a notebook or an interactive shell."""

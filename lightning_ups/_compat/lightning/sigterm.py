@@ -19,8 +19,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_ups._compat.lightning.fit_loop import in_accumulation
 from lightning_ups._compat.patches import applied
 
-__all__ = ["SigtermPoll"]
-
 _LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
 _CONNECTOR = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 _GROUPS: dict[Any, Any] = {}  # one per process group of the world: another Trainer can use it, too

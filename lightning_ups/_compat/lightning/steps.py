@@ -14,17 +14,6 @@ from torch.optim import SGD, Optimizer
 
 from lightning_ups._compat.patches import applied
 
-__all__ = [
-    "after_closure",
-    "before_hooks_of_a_step",
-    "bind_scheduler",
-    "clear_skip",
-    "in_training_step",
-    "skip_if",
-    "skips_on_device",
-    "was_skipped",
-]
-
 _TARGET = "lightning.pytorch.plugins.precision:Precision._after_closure"
 
 

@@ -11,17 +11,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-__all__ = [
-    "are_placeholders",
-    "automatic_specs",
-    "class_settings",
-    "config_of_cli",
-    "linked",
-    "setting_types",
-    "stand_in_for_pytorch_lightning",
-    "trainer_of",
-]
-
 _NO_SETTING = {"_HelpAction", "_ActionHelpClassPath", "_ActionPrintConfig", "_ActionConfigLoad"}
 _STAND_INS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 

@@ -11,8 +11,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_ups._compat.patches import applied
 
-__all__ = ["around_transfer", "batches_ahead", "epoch_goes_on", "loop_moves", "own_hooks", "training_iterators"]
-
 _BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device")
 
 

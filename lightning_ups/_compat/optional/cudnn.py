@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["cudnn_conflict", "torchs_cudnn_first"]
-
 Version = tuple[int, ...]
 _FIRST = ("graph", "ops")  # other parts are linked to these
 

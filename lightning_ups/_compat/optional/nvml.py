@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Sampler", "Sensor", "driver_version", "gpu_states", "sensor"]
-
 Sensor = Callable[[], "Mapping[str, Any]"]  # utilisation (share), power_w, clock_mhz, temperature_c, slowed_by
 
 _SLOWED = {  # NVML's bits; the others mean idle, or a limit set by the user

@@ -19,23 +19,6 @@ from lightning_ups._compat.optional.cudnn import cudnn_conflict, torchs_cudnn_fi
 from lightning_ups._compat.optional.packages import has, require
 from lightning_ups._compat.torch.tensors.autograd import checkpoint_options, outside_modes
 
-__all__ = [
-    "autocast",
-    "begin_scales",
-    "checkpoint_by",
-    "engine",
-    "forget_scales",
-    "holds_engine_modules",
-    "is_quantizing",
-    "make_recipe",
-    "mark_fsdp2",
-    "out_of_sight",
-    "scales",
-    "set_scales",
-    "why_not",
-    "why_not_on",
-]
-
 REQUIREMENT, EXTRA, FEATURE = "transformer-engine>=2.20", "te", "TEPrecision"
 DEVICE = "cuda"
 _STATE = ("scale", "amax_history")  # of delayed scaling; other recipes have none

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["is_output_hook", "ready_for_one_graph"]
-
 _OUTPUTS, _INSTALL = "transformers.utils.output_capturing", "maybe_install_capturing_hooks"
 _INSTALLED = "_output_capturing_hooks_installed"
 

@@ -16,19 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_ups._compat.patches import applied
 
-__all__ = [
-    "CudaClock",
-    "Kernels",
-    "allocator_counters",
-    "begin_history",
-    "between_marks",
-    "device_memory",
-    "end_history",
-    "is_profiled",
-    "watched_waits",
-    "write_snapshot",
-]
-
 
 def allocator_counters(device: torch.device) -> dict[str, int]:
     """Return the allocator's counters for ``device``, without synchronizing; empty if it has none."""

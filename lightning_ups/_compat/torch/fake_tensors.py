@@ -23,23 +23,6 @@ from typing_extensions import override
 from lightning_ups._compat.contexts import only_from
 from lightning_ups._compat.torch.tensors.autograd import in_backward
 
-__all__ = [
-    "NEEDS_VALUES",
-    "FakeTensor",
-    "FakeTensorMode",
-    "RecomputeCounter",
-    "fake_mode",
-    "forget_compiled",
-    "has_no_data",
-    "is_fused",
-    "is_tracing",
-    "is_view",
-    "partitioning_backend",
-    "quiet_compiler",
-    "run_backward",
-    "without_checks",
-]
-
 # Raised by operators whose result depends on values, or for which torch has no fake implementation.
 NEEDS_VALUES = (
     DataDependentOutputException,

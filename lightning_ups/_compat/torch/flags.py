@@ -16,23 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend
 
-__all__ = [
-    "AttentionState",
-    "Tf32",
-    "allocator_settings",
-    "allowed_attention",
-    "cache_key_tag",
-    "forget_graphs",
-    "merge_settings",
-    "read_attention",
-    "read_tf32",
-    "save_tf32",
-    "set_allocator_settings",
-    "settle_attention",
-    "write_attention",
-    "write_tf32",
-]
-
 _Cell = tuple[str, str]
 _PARENTS: tuple[_Cell, ...] = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
 _MATMUL: tuple[_Cell, ...] = (("cuda", "matmul"),)

@@ -9,18 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = [
-    "before_loading",
-    "closure_of",
-    "count_step",
-    "flag_to_skip",
-    "has_modes",
-    "has_own_step",
-    "hooked_once",
-    "needs_closure",
-    "share_state_dict_hooks",
-]
-
 
 def has_own_step(optimizer: Optimizer) -> bool:
     """Return whether the instance overrides the ``step`` of its class, other than by a scheduler's counter."""

@@ -12,17 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "bfloat16_matmul",
-    "compile_cpp",
-    "cpu_computes_bfloat16",
-    "cuda_graph",
-    "float8_matmul",
-    "mxfp8_matmul",
-    "pinned_copy",
-    "triton_kernel",
-]
-
 
 def bfloat16_matmul(device: torch.device) -> None:
     """Multiply two matrices of bfloat16."""

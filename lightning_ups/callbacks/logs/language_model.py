@@ -13,8 +13,6 @@ from typing_extensions import override
 
 from lightning_ups.order.arguments import check_finite, check_least
 
-__all__ = ["TextSample", "UnigramBaseline"]
-
 
 class TextSample(Callback):
     """Print a generated text at the end of fit.

@@ -16,8 +16,6 @@ from lightning_ups._compat.lightning.loggers import connector, is_row_of_step, r
 from lightning_ups.insight.late_values import LateValues, comes_late
 from lightning_ups.transforms.patching import instead_of
 
-__all__ = ["LateLogs"]
-
 _MOST = 8  # maximum number of waiting rows; then the host waits for the oldest
 _PATIENCE_S = 10.0  # for a device that may not respond, since the run has failed
 

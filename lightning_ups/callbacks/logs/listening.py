@@ -12,8 +12,6 @@ from typing_extensions import override
 from lightning_ups._compat.torch.device import Kernels, is_profiled, watched_waits
 from lightning_ups.insight.throughput import Inspection, Phase, Span, inspect_spans
 
-__all__ = ["CloseLook", "ProfilerListener", "can_look_at"]
-
 _UNKNOWN: Any = object()
 # Number of steps: one to record waits; one to let ranks synchronize after the profiler has started, which takes longer
 # on some and would look like communication; two to record kernels.

@@ -44,8 +44,6 @@ from lightning_ups.transforms.quoted import quoted
 if TYPE_CHECKING:
     from lightning_ups.callbacks.logs.token_throughput import TokenThroughput
 
-__all__ = ["MeasuredRun"]
-
 _SPLIT_EVERY = 11  # on a GPU, where a mark costs the host some microseconds; a prime, see Timeline
 _TRIES = 5  # of profiling, which validation, a checkpoint or the end of an epoch interrupts
 

@@ -14,8 +14,6 @@ from typing_extensions import override
 from lightning_ups.insight.late_values import LateValues, comes_late
 from lightning_ups.order.arguments import check_least
 
-__all__ = ["LeanProgressBar"]
-
 
 class LeanProgressBar(TQDMProgressBar):
     """Show the progress of the run and logged metrics, without waiting for a GPU.

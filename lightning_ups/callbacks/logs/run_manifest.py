@@ -33,7 +33,6 @@ from lightning_ups._compat.lightning.loggers import logged_hyperparameters
 from lightning_ups._compat.lightning.trainer import config_of_cli
 from lightning_ups._compat.optional.nvml import gpu_states
 from lightning_ups.insight.report import (
-    difference,
     dtype_name,
     flattened,
     give_to_loggers,
@@ -56,8 +55,6 @@ from lightning_ups.order import (
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.flags import current_flags
 from lightning_ups.transforms.quoted import quoted
-
-__all__ = ["RunManifest", "difference"]
 
 _SCHEMA = 1
 

@@ -20,8 +20,6 @@ from lightning_ups.order import OnlyOne, Run, refuse_second, report_of
 from lightning_ups.order.arguments import check_finite, check_least
 from lightning_ups.transforms.patching import instead_of
 
-__all__ = ["TokenThroughput"]
-
 
 class TokenThroughput(Callback, OnlyOne):
     """Measure tokens, samples or other units per second, the split of a step, utilisation, memory and power.

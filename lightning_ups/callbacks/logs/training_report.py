@@ -33,8 +33,6 @@ from lightning_ups.insight.throughput import PHASE_NAMES, Summary, checks, first
 from lightning_ups.transforms.patching import instead_of
 from lightning_ups.transforms.quoted import quoted
 
-__all__ = ["TrainingReport"]
-
 
 class TrainingReport(Callback):
     """Write one HTML page at the end of fit, which needs no network, and PNGs of its charts.

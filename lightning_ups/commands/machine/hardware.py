@@ -18,8 +18,6 @@ from lightning_ups.transforms.flags import AttentionBackend, attention_kernel_er
 from lightning_ups.transforms.float8 import RECIPES
 from lightning_ups.transforms.quoted import first_line
 
-__all__ = ["TECHNIQUES", "Finding", "Technique", "Verdict", "examine"]
-
 Verdict = Literal["runs", "limited", "no"]
 Capability = tuple[int, int]
 

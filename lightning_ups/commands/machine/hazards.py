@@ -9,8 +9,6 @@ from lightning_ups._compat.environment import installed
 from lightning_ups._compat.torch.versions import UNTESTED
 from lightning_ups.commands.machine.packages import Machine
 
-__all__ = ["Advice", "warnings_for"]
-
 _MALICIOUS = ("2.6.2", "2.6.3")
 _TUNED = (
     "NCCL_ALGO",

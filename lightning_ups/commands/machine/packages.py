@@ -20,8 +20,6 @@ from lightning_ups._compat.environment import gpus, host, installed, relevant_va
 from lightning_ups._compat.optional.nvml import gpu_states
 from lightning_ups.config.errors import broken_package, cure_of_broken
 
-__all__ = ["KNOWN", "Known", "Machine", "Package", "look"]
-
 
 class Known(NamedTuple):
     """A package that a part of the suite, or of torch, can use."""

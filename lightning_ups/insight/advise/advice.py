@@ -8,8 +8,6 @@ import torch.distributed as dist
 from lightning_ups.insight.advise.linear_shapes import Layer, Product, names_of, products_of
 from lightning_ups.insight.advise.timing_table import BFLOAT16, Table, Times
 
-__all__ = ["Advice", "best_recipe", "decide_on_rank0"]
-
 MARGIN = 0.03  # a layer must be faster by this share: times of two runs differ by about as much
 WORTH = 0.01  # the least gain of the step, or of the products if no step was timed
 

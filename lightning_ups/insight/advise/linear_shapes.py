@@ -12,8 +12,6 @@ from torch import nn
 
 from lightning_ups.insight.dry_run import NotCopiedError, call_training_step, plain_run
 
-__all__ = ["Layer", "Product", "check_ran", "layers_in_step", "layers_with_rows", "names_of", "products_of"]
-
 
 @dataclass(frozen=True, order=True)
 class Product:

@@ -21,19 +21,6 @@ from lightning_ups.transforms.te import (
     norm_mlp_for,
 )
 
-__all__ = [
-    "ENGINE",
-    "Modules",
-    "engine_context",
-    "engine_forward",
-    "engine_layers",
-    "engine_name",
-    "engine_recipe",
-    "is_engine",
-    "modules_of",
-    "read_first",
-]
-
 _PREFIX = "te-"  # in tables and commands, next to torchao's recipes
 ENGINE = tuple(_PREFIX + name for name in RECIPES)
 

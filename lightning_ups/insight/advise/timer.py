@@ -15,8 +15,6 @@ from lightning_ups.insight.advise.te_products import Modules, engine_context, en
 from lightning_ups.insight.advise.timing_table import BFLOAT16, Timer, Times
 from lightning_ups.transforms.float8 import compiler_settings, float8_swap
 
-__all__ = ["Clock", "timer_on"]
-
 _NUMBER = count()
 _REPEATS = 10  # in one CUDA graph
 _RUN_MS = 40.0

@@ -13,8 +13,6 @@ from lightning_ups._compat.environment import versions
 from lightning_ups.insight.advise.linear_shapes import Product
 from lightning_ups.insight.report import write
 
-__all__ = ["BFLOAT16", "Table", "Timer", "Times", "cache_path", "obtain_table", "where"]
-
 BFLOAT16 = "bfloat16"
 # How a layer casts and is compiled. Change the name when that changes.
 _CASTS = "kernels, written, rows, e4m3"

@@ -38,8 +38,6 @@ from lightning_ups.insight.dry_run.kinds import (
     slots_of,
 )
 
-__all__ = ["FakeCopies"]
-
 _MAX_ARRAY_BYTES = 2**20  # longer arrays are views
 _MAX_CONTAINER_BYTES = 2**24  # of numbers and strings
 _MAX_BYTES = 2**26  # of all arrays and containers

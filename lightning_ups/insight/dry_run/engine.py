@@ -21,8 +21,6 @@ from lightning_ups.insight.dry_run.known_values import AnswerValues, KnownValues
 from lightning_ups.insight.dry_run.plain_copies import PlainCopies
 from lightning_ups.transforms.random_state import random_state, restore_random_state
 
-__all__ = ["DryRun", "call_training_step", "loss_in", "plain_run"]
-
 
 class DryRun:
     """A copy of a module with a copy of a batch and a stand-in for the Trainer, in which a training step can run.

@@ -14,18 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "IMMUTABLE",
-    "NotCopied",
-    "NotCopiedError",
-    "Uses",
-    "can_pickle",
-    "has_own_end",
-    "is_plain",
-    "is_shared",
-    "slots_of",
-]
-
 IMMUTABLE = frozenset(
     (
         *(bool, bytes, complex, float, int, object, property, range, slice, staticmethod, classmethod, str, type),

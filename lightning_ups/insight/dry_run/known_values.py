@@ -17,8 +17,6 @@ from typing_extensions import override
 from lightning_ups._compat.torch.fake_tensors import has_no_data
 from lightning_ups._compat.torch.tensors.autograd import outside_modes
 
-__all__ = ["AnswerValues", "KnownValues"]
-
 _MAX_ELEMENTS = 2**20
 _FACTORIES = ("arange", "full", "ones", "tensor", "zeros")  # make tensors from plain numbers
 _RANDOM = ("rand", "bernoulli", "geometric", "dropout", "multinomial")

@@ -12,8 +12,6 @@ from lightning_ups._compat.torch.tensors.autograd import in_backward
 from lightning_ups.insight.dry_run.copies import FakeCopies
 from lightning_ups.insight.dry_run.known_values import KnownValues
 
-__all__ = ["PlainCopies"]
-
 
 class PlainCopies(FakeCopies):
     """Copies to the meta device in float32, since casts cost no FLOPs, and remembers the values of small tensors.

@@ -19,8 +19,6 @@ from typing_extensions import override
 
 from lightning_ups._compat.torch.fake_tensors import is_tracing
 
-__all__ = ["FIXED", "GIB", "Kind", "Ledger", "Moment", "Phase", "allocated", "readable"]
-
 GIB = 2**30
 _GRAIN = 512  # bytes: the allocator returns multiples of it
 

@@ -6,8 +6,6 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-__all__ = ["batch_size", "resized", "sequence_length"]
-
 
 def batch_size(batch: Any) -> int | None:
     """Return the most frequent first dimension of the tensors in ``batch``, or None without tensors."""

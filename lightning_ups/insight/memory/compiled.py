@@ -20,8 +20,6 @@ from lightning_ups.insight.memory.account import Ledger
 from lightning_ups.insight.memory.cuda import as_on_cpu
 from lightning_ups.transforms.forward import Forward, replaced_forward
 
-__all__ = ["Program", "as_compiled"]
-
 _NEVER = 2**62
 _Owners = list[list[str | None]]  # of the arguments of each forward graph whose backward has not run
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
 
-__all__ = ["as_on_cpu", "as_on_cuda", "step_as_on_cuda"]
-
 _Function = Callable[..., Any]
 _STACKS: list[ExitStack] = []  # the open replacements, the outermost first
 

@@ -35,8 +35,6 @@ from lightning_ups.transforms.casting import cast_around, computing_in_float32, 
 from lightning_ups.transforms.kv_cache import without_kv_cache
 from lightning_ups.transforms.recompute import recompute
 
-__all__ = ["Change", "HostMemory", "OptimizerShare", "Uncountable", "measure_run", "optimizer_share"]
-
 Checkpointing = Literal["off", "matmuls", "nothing"]
 Compiling = Literal["off", "blocks", "model"]
 _MEASURE = "Measure one step instead: `fit` with fast_dev_run and MemoryForensics."

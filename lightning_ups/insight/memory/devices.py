@@ -7,8 +7,6 @@ from types import MappingProxyType
 
 from lightning_ups.insight.memory.account import GIB
 
-__all__ = ["DEVICES", "Device", "device_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Device:

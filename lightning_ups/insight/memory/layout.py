@@ -7,8 +7,6 @@ from typing import Literal
 from lightning_ups.insight.memory.account import FIXED, Kind, Moment, Phase
 from lightning_ups.insight.memory.step import Step
 
-__all__ = ["Layout", "Sharding", "between", "peak_of"]
-
 Sharding = Literal["full", "gradients", "none", "copies"]
 _STATE: tuple[Kind, ...] = ("optimizer state", "master weights")
 

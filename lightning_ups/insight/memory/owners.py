@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_ups._compat.torch.tensors.autograd import storages
 from lightning_ups.insight.memory.account import Kind, Moment, allocated
 
-__all__ = ["holders", "is_out_of_memory"]
-
 _TEXTS = (
     "out of memory",  # CUDA, HIP, XPU, MPS, NCCL
     "can't allocate memory",  # the CPU's

@@ -26,8 +26,6 @@ from lightning_ups.order.precision import PolicyPrecision
 from lightning_ups.order.refusals import one_graph
 from lightning_ups.order.run import Placement, Run, Stage
 
-__all__ = ["MOST", "MOVES_NOTHING", "Planner", "Variant"]
-
 MOST = (1 << 20) - 1  # samples or positions: the limit of the search
 MOVES_NOTHING = (
     "ActivationOffload would move nothing: its blocks save no tensor of at least min_mb, or do not run separately."

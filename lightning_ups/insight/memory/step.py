@@ -14,8 +14,6 @@ from lightning_ups.insight.memory.account import Ledger, Moment, Phase
 from lightning_ups.insight.memory.cuda import as_on_cuda
 from lightning_ups.transforms.float8 import float8_linears
 
-__all__ = ["Step", "StepParts", "measure"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:

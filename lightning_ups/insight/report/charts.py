@@ -6,8 +6,6 @@ from math import ceil, floor, isfinite, log10
 
 from lightning_ups.insight.report.history import Point
 
-__all__ = ["is_logarithmic", "line_chart", "number", "split_bar"]
-
 Scale = Callable[[float], float]
 
 _WIDTH, _HEIGHT = 460, 230

@@ -17,8 +17,6 @@ from torch.nn.utils import skip_init
 
 from lightning_ups._compat.torch.fsdp.state import sharding_policy
 
-__all__ = ["dtype_name", "layer_dtypes"]
-
 
 def layer_dtypes(
     model: nn.Module,

@@ -8,8 +8,6 @@ from math import isfinite, isnan, nan
 from numbers import Real
 from typing import Any
 
-__all__ = ["Chart", "History", "Point"]
-
 Point = tuple[float, float]  # step, value
 
 _MOST_STRETCHES = 200  # of a series; even

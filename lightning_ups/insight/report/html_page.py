@@ -12,8 +12,6 @@ from typing import Any
 from lightning_ups.insight.report.charts import line_chart, split_bar
 from lightning_ups.insight.report.history import Chart
 
-__all__ = ["Content", "page", "readable"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Content:

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ABSENT", "difference", "flattened", "read", "reserve", "write"]
-
 ABSENT = "(absent)"
 # They differ between all runs.
 _OF_THE_MOMENT = ("run/started", "run/duration_s")

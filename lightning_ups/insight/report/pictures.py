@@ -13,8 +13,6 @@ from lightning_ups.insight.report.history import Chart
 from lightning_ups.insight.report.html_page import readable
 from lightning_ups.insight.report.manifest import reserve
 
-__all__ = ["can_draw", "write_pictures"]
-
 _REQUIREMENT = "matplotlib>=3.8"
 _MOST = 40  # each takes tenths of a second
 

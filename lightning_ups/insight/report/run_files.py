@@ -13,8 +13,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ups.transforms.quoted import quoted
 
-__all__ = ["give_to_loggers", "logged_images", "run_folder"]
-
 
 def run_folder(trainer: Trainer) -> str:
     """Return the folder of this run. Call it on every rank, since rank zero tells the others.

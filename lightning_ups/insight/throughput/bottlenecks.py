@@ -8,8 +8,6 @@ import torch
 from lightning_ups._compat.environment import usable_cores
 from lightning_ups.insight.throughput.meter import Summary
 
-__all__ = ["Bottleneck", "Check", "bottlenecks", "checks", "first_change", "unmeasured"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:

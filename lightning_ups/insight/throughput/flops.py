@@ -19,8 +19,6 @@ from lightning_ups._compat.torch.tensors.attention import attention_operators
 from lightning_ups.insight.dry_run import DryRun, NotCopiedError, call_training_step, loss_in, plain_run
 from lightning_ups.kernels.attention.operator import attended_pairs, attention_forward
 
-__all__ = ["FlopCount", "StepFlops", "count_flops", "step_flops"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFlops:

@@ -10,8 +10,6 @@ from typing_extensions import override
 
 from lightning_ups.insight.throughput.timeline import PAUSES, PHASES, StepTime
 
-__all__ = ["Flops", "Inspection", "Meter", "RankTimes", "Span", "Summary", "inspect_spans", "kind_of", "quantile"]
-
 Kind = Literal["communication", "copy", "compute"]
 
 

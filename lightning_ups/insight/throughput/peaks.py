@@ -12,8 +12,6 @@ from math import inf, isnan
 from numbers import Real
 from typing import Literal, get_args
 
-__all__ = ["Arithmetic", "Peaks", "given_peaks", "peaks_of"]
-
 Arithmetic = Literal["bf16", "fp8", "tf32", "fp32"]  # fp16 is as fast as bf16 on all of them
 
 

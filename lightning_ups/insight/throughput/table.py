@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 from lightning_ups.insight.throughput.bottlenecks import checks, first_change, unmeasured
 from lightning_ups.insight.throughput.meter import Summary
 
-__all__ = ["rows", "text_table"]
-
 Row = tuple[str, str]
 
 PHASE_NAMES = {

@@ -13,8 +13,6 @@ from typing import Any, Literal, get_args
 import torch
 from typing_extensions import override
 
-__all__ = ["PAUSES", "PHASES", "Clock", "EventClock", "Phase", "StepTime", "Timeline", "clock_for"]
-
 Phase = Literal["data", "transfer", "forward", "backward", "optimizer", "other", "checkpoint", "validation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 PAUSES: tuple[Phase, ...] = ("checkpoint", "validation")  # not part of a step

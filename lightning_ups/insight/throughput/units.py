@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Count", "counter", "tensors_of"]
-
 Count = Callable[[Any], "int | float | Tensor"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64)  # bool is a mask

@@ -13,19 +13,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = [
-    "REST",
-    "Band",
-    "BlockStep",
-    "Departure",
-    "Step",
-    "band_between",
-    "departures",
-    "first_block",
-    "is_same",
-    "sampled",
-]
-
 What = Literal["input", "output", "gradient passed on", "gradient", "gradient norm", "loss"]
 REST = "outside the blocks"
 FACTOR = 2.0  # the allowed distance, relative to that of the second reference

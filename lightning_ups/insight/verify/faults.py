@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightning_ups.transforms.forward import Forward, replaced_forward
 from lightning_ups.transforms.te import is_computed
 
-__all__ = ["FAULTS", "Fault"]
-
 Fault = Callable[[nn.Module], AbstractContextManager[None]]
 
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from lightning_ups.transforms.forward import Forward, replaced_forward
 
-__all__ = ["Rounding", "rounded", "rounded_linears"]
-
 Rounding = Literal[  # hybrid: gradients in e5m2
     "tensor", "tensor, hybrid", "row", "row, gradient of the weight exact", "block", "block, hybrid"
 ]

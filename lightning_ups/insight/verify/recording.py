@@ -17,8 +17,6 @@ from lightning_ups._compat.torch.tensors.custom_ops import define_operator
 from lightning_ups._compat.torch.tensors.tensors import whole_of
 from lightning_ups.insight.verify.comparison import REST, BlockStep, Step, sampled
 
-__all__ = ["Tape", "Watch"]
-
 Place = tuple[int, int, str]  # the step, the call of the block in it, the block
 
 

@@ -14,8 +14,6 @@ from lightning_ups.kernels.attention.reference import reference_attention
 from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, TorchBackend, torch_attention
 from lightning_ups.kernels.attention.support import Backend, KernelName, Kind, check, constant, kind_of
 
-__all__ = ["attention", "checked", "dense", "in_autocast_dtype"]
-
 
 def attention(
     q: Tensor,

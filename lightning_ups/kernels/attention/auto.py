@@ -33,8 +33,6 @@ from lightning_ups.kernels.attention.estimates import (
 )
 from lightning_ups.kernels.attention.support import BACKENDS, KernelName, Kind, refusal
 
-__all__ = ["Extent", "choose", "decisions", "expected_of", "extent", "recorded_decisions", "regions", "regions_of"]
-
 _logger = logging.getLogger(__name__)
 _RULE_HOPPER_ON: tuple[KernelName, ...] = ("cudnn", "fa4", "flash", "flex", "efficient", "math", "reference")
 _RULE_CUDA: tuple[KernelName, ...] = ("flash", "cudnn", "efficient", "flex", "math", "reference")

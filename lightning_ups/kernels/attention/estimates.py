@@ -24,21 +24,6 @@ from typing import Any, NamedTuple
 
 from lightning_ups.kernels.attention.support import BACKENDS, KernelName
 
-__all__ = [
-    "Expected",
-    "Line",
-    "Point",
-    "Range",
-    "Regions",
-    "Row",
-    "Table",
-    "Times",
-    "find_regions",
-    "parse_table",
-    "point_of",
-    "tables",
-]
-
 # Distances are in octaves of length. A difference of one in another property counts as this many octaves:
 _WIDTH, _FILLING, _GROUPING, _MASK = 4.0, 0.5, 0.25, 1.5
 _ROUNDED = 1e-3  # keeps the weight of a measured shape itself finite

@@ -12,8 +12,6 @@ from torch import Tensor
 from lightning_ups._compat.torch.tensors.attention import load_fa3, load_fa4
 from lightning_ups.kernels.attention.reference import Request
 
-__all__ = ["fa3_backward", "fa3_forward", "fa4_backward", "fa4_forward"]
-
 
 def fa4_forward(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, request: Request) -> tuple[Tensor, Tensor]:
     """Return the output [batch, seq, heads, dim] and the log-sum-exp of the scores in float32."""

@@ -17,8 +17,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from lightning_ups._compat.torch.tensors.attention import unfused_flex_allowed
 from lightning_ups.kernels.attention.masks import Documents, visible
 
-__all__ = ["BLOCK", "block_mask", "flex"]
-
 BLOCK = 128
 
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Documents", "dense_mask", "visible"]
-
 
 @dataclass(eq=False)  # not frozen: Lightning's precisions, which convert batches, could not modify it
 class Documents:

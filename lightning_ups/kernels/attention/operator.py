@@ -21,8 +21,6 @@ from lightning_ups._compat.torch.tensors.ops import register_costly_op
 from lightning_ups.kernels.attention import flash_attention
 from lightning_ups.kernels.attention.reference import Request, eager_backward, eager_forward
 
-__all__ = ["attended_pairs", "attention_backward", "attention_forward"]
-
 _KERNELS = {
     "eager": (eager_forward, eager_backward),
     "fa3": (flash_attention.fa3_forward, flash_attention.fa3_backward),

@@ -12,8 +12,6 @@ from torch import Tensor
 from lightning_ups._compat.torch.tensors.autograd import without_autocast
 from lightning_ups.kernels.attention.masks import Documents, dense_mask
 
-__all__ = ["Request", "eager_backward", "eager_forward", "reference_attention"]
-
 
 def reference_attention(
     q_BSHD: Tensor,

@@ -23,8 +23,6 @@ from lightning_ups.kernels.attention.reference import reference_attention
 from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, allowed, only
 from lightning_ups.kernels.attention.support import Backend, Kind, check, kind_of, refusal
 
-__all__ = ["has_routed", "routed_attention"]
-
 _NAME = "scaled_dot_product_attention"
 
 

@@ -15,8 +15,6 @@ from lightning_ups._compat.torch.tensors.attention import flash2_packed, scaled_
 from lightning_ups.kernels.attention.masks import Documents, dense_mask
 from lightning_ups.kernels.attention.support import constant
 
-__all__ = ["TORCH_BACKENDS", "TorchBackend", "allowed", "only", "torch_attention"]
-
 TorchBackend = Literal["math", "efficient", "flash", "cudnn"]
 TORCH_BACKENDS: dict[str, SDPBackend] = {
     "math": SDPBackend.MATH,

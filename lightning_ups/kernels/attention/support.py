@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lightning_ups._compat.torch.tensors.attention import load_fa3, load_fa4, missing_package, torch_refuses
 
-__all__ = ["BACKENDS", "Backend", "KernelName", "Kind", "check", "constant", "kind_of", "refusal"]
-
 KernelName = Literal["reference", "math", "efficient", "flash", "cudnn", "flex", "fa3", "fa4"]
 Backend = Literal["auto", "reference", "math", "efficient", "flash", "cudnn", "flex", "fa3", "fa4"]
 BACKENDS: tuple[KernelName, ...] = get_args(KernelName)

@@ -18,8 +18,6 @@ from lightning_ups._compat.torch.tensors.tensors import local_of
 from lightning_ups.optim.offload.chunks import PART, is_large, nbytes_of
 from lightning_ups.optim.offload.memory import plain_parts
 
-__all__ = ["Admission", "admit"]
-
 STEPS = 3
 LENGTHS = {1: 4 * PART, 2: 64, 3: 16}  # of a side of a tiny tensor, by its number of dimensions; beyond, 8
 EACH = 3  # tiny tensors for each group

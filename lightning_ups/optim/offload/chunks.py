@@ -27,19 +27,6 @@ from lightning_ups.optim.offload.memory import (
     same_form,
 )
 
-__all__ = [
-    "MASTER",
-    "Chunk",
-    "Item",
-    "Options",
-    "in_parts",
-    "is_large",
-    "nbytes_of",
-    "planned",
-    "regrouped",
-    "stepping",
-]
-
 PART = 1024  # elements: parts of a parameter begin at multiples of it
 MASTER = ""  # the name that a master has among the state of its parameter
 

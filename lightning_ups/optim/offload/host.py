@@ -12,8 +12,6 @@ from lightning_ups.optim.offload.chunks import Item, Options, nbytes_of, regroup
 from lightning_ups.optim.offload.memory import Block, Copy, Mark, Memory, aligned, form_of, plain_parts, rebuilt
 from lightning_ups.optim.offload.source import Source
 
-__all__ = ["HostSteps"]
-
 SLOTS = 2  # one is filled while the other is stepped
 
 

@@ -12,25 +12,6 @@ from typing_extensions import override
 
 from lightning_ups._compat.torch.tensors.pinned import pinned, unpin
 
-__all__ = [
-    "Block",
-    "Copy",
-    "Form",
-    "Mark",
-    "Memory",
-    "Piece",
-    "StreamedMemory",
-    "aligned",
-    "form_of",
-    "memory_of",
-    "pieces_of",
-    "plain_parts",
-    "rebuilt",
-    "runs_of",
-    "same_form",
-    "view_of",
-]
-
 ALIGNMENT = 512  # bytes; what kernels and copies like, and a whole number of elements of any type
 Copy = tuple[Tensor, Tensor]  # to, from
 Mark = Any  # a point in a queue of work that another queue can wait for; None: it has been passed

@@ -30,8 +30,6 @@ from lightning_ups.optim.offload.memory import Memory, memory_of
 from lightning_ups.optim.offload.source import MasteredSource, Source
 from lightning_ups.optim.offload.streamed import StreamedSteps
 
-__all__ = ["OffloadedOptimizer", "Update"]
-
 Update = Literal["device", "host"]
 
 

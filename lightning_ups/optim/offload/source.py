@@ -9,8 +9,6 @@ from typing_extensions import override
 from lightning_ups.optim.master_weights import Writes
 from lightning_ups.optim.mastered import MasteredOptimizer
 
-__all__ = ["MasteredSource", "Source"]
-
 
 class Source:
     """The parameters of an optimizer, which are stepped themselves.

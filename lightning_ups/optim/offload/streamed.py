@@ -26,8 +26,6 @@ from lightning_ups.optim.offload.chunks import (
 from lightning_ups.optim.offload.memory import Mark, Memory
 from lightning_ups.optim.offload.source import Source
 
-__all__ = ["StreamedSteps"]
-
 SLOTS = 3  # one is filled, one is stepped, one is emptied
 
 

@@ -14,8 +14,6 @@ from lightning_ups.optim.delegating import DelegatingOptimizer
 from lightning_ups.optim.mastered import MasteredOptimizer
 from lightning_ups.optim.offload.chunks import nbytes_of
 
-__all__ = ["TorchAOOffloaded", "invalid_reasons"]
-
 DEVICES = ("cuda", "xpu")
 
 

@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from lightning_ups._compat.lightning.steps import bind_scheduler
 from lightning_ups.optim import MasteredOptimizer, MasterWeights, go_by_the_name_of, reduce_into_masters
 
-__all__ = ["Masters"]
-
 _LOOKING = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
 

@@ -21,8 +21,6 @@ from lightning_ups.transforms.clip import (
     total_norm,
 )
 
-__all__ = ["Stepping"]
-
 
 class Stepping:
     """Makes the optimizer steps of a run, and clips gradients by a norm that stays on the device.

@@ -28,27 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CHECKSUMS",
-    "CHUNK",
-    "ROW",
-    "Chunks",
-    "DamagedFileError",
-    "Ends",
-    "Piece",
-    "Record",
-    "RecordReader",
-    "SummedRecord",
-    "Verifier",
-    "as_json",
-    "checksum",
-    "checksum_of_file",
-    "damage",
-    "from_json",
-    "row_sums",
-    "worth_summing_on_device",
-]
-
 CHECKSUMS = "checksums.json"
 CHUNK = 2**20  # bytes: small enough to stay in a core's cache between being summed and being copied
 ROW = 4096  # bytes

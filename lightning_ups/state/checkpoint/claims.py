@@ -15,8 +15,6 @@ from pathlib import Path
 
 from lightning_ups.state.checkpoint import meta
 
-__all__ = ["Claim", "Neighbor", "claim", "neighbors"]
-
 _PREFIX, _SUFFIX = ".run-", ".json"
 _FORGOTTEN_S = 24 * 3600.0  # a run on another machine that has not saved for this long is ignored
 

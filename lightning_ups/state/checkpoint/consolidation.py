@@ -16,8 +16,6 @@ from lightning_ups.state.checkpoint.loading import EXTRA, PLACES, SHARDED, neste
 from lightning_ups.state.checkpoint.saving import numbered
 from lightning_ups.state.checkpoint.state import as_kept
 
-__all__ = ["SavedWeights", "check_file", "consolidated", "rest_of", "write_safetensors"]
-
 _INDEX = "model.safetensors.index.json"
 _KEPT = ("last_model_path", "best_model_path", "kth_best_model_path")  # in the state of a ModelCheckpoint
 

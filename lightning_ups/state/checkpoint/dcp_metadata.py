@@ -29,8 +29,6 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_ups._compat.torch.tensors.tensor_files import noted
 from lightning_ups.state.checkpoint import meta
 
-__all__ = ["TENSORS", "as_json", "read_metadata"]
-
 TENSORS = "tensors.json"
 
 _T = TypeVar("_T")

@@ -43,37 +43,6 @@ from lightning_ups.state.checkpoint.checksums import (
     from_json,
 )
 
-__all__ = [
-    "MARKER",
-    "META",
-    "Draft",
-    "begin",
-    "check_format",
-    "clean",
-    "damaged",
-    "discard",
-    "fault",
-    "finish",
-    "has_checksums",
-    "holds_part",
-    "interruption",
-    "is_complete",
-    "located",
-    "make",
-    "mark",
-    "newer",
-    "newest",
-    "newest_within",
-    "records",
-    "remove",
-    "settle",
-    "system_error",
-    "take_place",
-    "unwritable",
-    "verify",
-    "write_file",
-]
-
 FORMAT = 1
 MARKER = "complete.json"
 META = "meta.pt"  # same name as in Lightning's ModelParallelStrategy

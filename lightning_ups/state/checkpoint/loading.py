@@ -28,21 +28,6 @@ from lightning_ups.state.checkpoint.state import (
     restore_numbered,
 )
 
-__all__ = [
-    "APART",
-    "EXTRA",
-    "PLACES",
-    "SHARDED",
-    "lifted",
-    "load",
-    "load_optimizers",
-    "load_weights",
-    "nested",
-    "put_back",
-    "resolve",
-    "rest_of_folder",
-]
-
 APART = "apart.pt"  # hyperparameters: not needed to resume, and possibly of any class
 EXTRA = "lightning_ups.extra_state"  # of modules, unless it is a tensor: DCP would split a dict into its entries
 SHARDED = "lightning_ups.sharded"  # replaces, in the rest of the state, a DTensor that is stored with the tensors

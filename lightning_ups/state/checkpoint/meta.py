@@ -12,20 +12,6 @@ from zipfile import BadZipFile, is_zipfile
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Everything",
-    "check_is_file",
-    "check_saved",
-    "damage",
-    "damage_told",
-    "dumped",
-    "is_name_in_folder",
-    "is_zip",
-    "loaded",
-    "read_json",
-    "weights",
-]
-
 _LARGEST_JSON = 2**28  # bytes
 
 

@@ -23,8 +23,6 @@ from lightning_ups.state.checkpoint.io.staging import HostCopies, LocalShard, ho
 from lightning_ups.state.checkpoint.io.writing import Writer
 from lightning_ups.transforms.quoted import quoted
 
-__all__ = ["Phase", "SaveTimes", "Saver"]
-
 Phase = Literal["staging", "writing", "written", "marking", "removing", "done"]
 T = TypeVar("T")
 

@@ -18,8 +18,6 @@ from lightning_ups.state.checkpoint.saver import Saver
 from lightning_ups.state.checkpoint.state import FOREIGN
 from lightning_ups.transforms.kv_cache import kv_cache_as_before
 
-__all__ = ["MODELS", "described", "gathered", "numbered", "save_sharded", "save_whole"]
-
 MODELS = "lightning_ups.models"  # the key in a checkpoint of what `described` returns
 
 

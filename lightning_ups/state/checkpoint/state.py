@@ -11,20 +11,6 @@ from torch.optim import Optimizer
 from lightning_ups.optim import check_options
 from lightning_ups.state.checkpoint.io.staging import holds_tensors, is_sequence
 
-__all__ = [
-    "FOREIGN",
-    "as_kept",
-    "check_groups",
-    "empty_like_parameter",
-    "has_own_layout",
-    "map_leaves",
-    "named_state",
-    "parameter_names",
-    "places_alike",
-    "restore",
-    "restore_numbered",
-]
-
 FOREIGN = "foreign"  # the state dict of an optimizer whose layout differs from torch's
 _LIKE = "like"  # the places of sharded tensors in such a state dict, each with a parameter that has the same placements
 _EMPTY = "empty"  # the places of its empty dicts, which a folder does not store

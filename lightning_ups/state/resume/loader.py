@@ -30,8 +30,6 @@ from lightning_ups.transforms.random_state import host_state, restore_host_state
 if TYPE_CHECKING:
     from lightning_ups.state.resume.resumption import Resumption
 
-__all__ = ["FollowedLoader"]
-
 _REMEMBERED = 64  # batches that may be read ahead
 _SAME_SAMPLER = (
     "Under distributed strategies Lightning puts in a sampler of its own, which shuffles: go on with the strategy that"

@@ -25,8 +25,6 @@ from lightning_ups._compat.lightning.fit_loop import (
 from lightning_ups.state.resume.loader import FollowedLoader
 from lightning_ups.transforms.random_state import random_state, restore_random_state, seed_from
 
-__all__ = ["RESUME_KEY", "Connection", "OnUnreplayable", "Resumption"]
-
 RESUME_KEY = "lightning_ups.resume"  # the key in a checkpoint
 OnUnreplayable = Literal["warn", "refuse"]
 _CURE = "Let the loader have a state_dict, or draw random numbers from the sample's index."

@@ -15,16 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ups.transforms.blocks import select_blocks
 from lightning_ups.transforms.forward import Forward, replaced_forward
 
-__all__ = [
-    "cast_around",
-    "cast_tensors",
-    "computing_in_float32",
-    "is_wide",
-    "kept_in_float32",
-    "telling_rounded_losses",
-    "within",
-]
-
 _LOW = (torch.bfloat16, torch.float16)
 
 

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["matmul_weights", "name_other_layers"]
-
 _WEIGHT_AND_BIAS = ("weight", "bias")
 _CELL = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 

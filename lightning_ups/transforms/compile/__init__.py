@@ -5,7 +5,6 @@ from lightning_ups.transforms.compile.cache import CacheFile
 from lightning_ups.transforms.compile.compiler import (
     Compiled,
     Compiler,
-    Mode,
     OnFailure,
     compiled,
     compiled_by_model,
@@ -14,7 +13,7 @@ from lightning_ups.transforms.compile.compiler import (
 )
 from lightning_ups.transforms.compile.contest import Contest
 from lightning_ups.transforms.compile.cuda_graphs import OwnGradients, begin_step
-from lightning_ups.transforms.compile.frame import hearing, prepared
+from lightning_ups.transforms.compile.frame import Mode, hearing, prepared
 from lightning_ups.transforms.compile.loss_calls import large_cross_entropies
 from lightning_ups.transforms.compile.mode import Choice, Clock
 from lightning_ups.transforms.compile.replay import Replay

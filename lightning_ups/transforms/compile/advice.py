@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["advice_for_one_graph", "advice_if_uncompiled"]
-
 
 @contextmanager
 def advice_for_one_graph(part: str) -> Iterator[None]:

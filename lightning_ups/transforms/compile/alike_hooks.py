@@ -13,8 +13,6 @@ from typing_extensions import override
 
 from lightning_ups._compat.optional.transformers import is_output_hook
 
-__all__ = ["has_hooks", "hooks_of"]
-
 _PLACES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _SIMPLE = (type(None), bool, int, float, str, bytes, type, torch.dtype, torch.device, CodeType)
 _DEPTH = 6

@@ -16,8 +16,6 @@ import torch
 
 from lightning_ups._compat.torch.compile import dynamo
 
-__all__ = ["CacheFile"]
-
 _FORMAT = "lightning_ups compile cache 1"
 
 

@@ -24,7 +24,7 @@ from lightning_ups._compat.torch.versions import NormWithStatistics
 from lightning_ups.transforms.blocks import is_loss, roots
 from lightning_ups.transforms.compile.contest import Contest
 from lightning_ups.transforms.compile.cuda_graphs import COPIED_BYTES, Backwards, OwnGradients, Slot, copied, size
-from lightning_ups.transforms.compile.frame import Compiler, Frame, Mode, calling, frame_of, only_loss
+from lightning_ups.transforms.compile.frame import Compiler, Frame, calling, frame_of, only_loss
 from lightning_ups.transforms.compile.gain import gain_of
 from lightning_ups.transforms.compile.group import Group, Phase, cure_of, worth_telling
 from lightning_ups.transforms.compile.mode import Clock
@@ -33,19 +33,6 @@ from lightning_ups.transforms.compile.trial import GraphError, Rehearsal, State
 from lightning_ups.transforms.forward import Forward, replaced_forward
 from lightning_ups.transforms.quoted import first_line
 from lightning_ups.transforms.recompute import is_recomputed
-
-__all__ = [
-    "Compiled",
-    "Compiler",
-    "Group",
-    "Mode",
-    "OnFailure",
-    "compiled",
-    "compiled_by_model",
-    "has_graph",
-    "is_compiled",
-    "refuse_compiled",
-]
 
 OnFailure = Literal["raise", "eager"]
 Tell = Callable[[str], None]

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from lightning_ups.transforms.compile.mode import LEAST_OUTPUT, Clock, mib
 
-__all__ = ["Contest"]
-
 WARM_STEPS, ROUNDS, TIMED_STEPS = 2, 3, 4
 MORE_MEMORY = 0.05  # of what a step takes uncompiled
 CLEARLY = 0.02  # of a step: what two measurements of one thing may differ by

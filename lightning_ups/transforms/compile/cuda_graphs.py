@@ -14,18 +14,6 @@ from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.compile.cudagraph_trees import Demand, Recording
 from lightning_ups._compat.torch.tensors.autograd import keeps_graph
 
-__all__ = [
-    "COPIED_BYTES",
-    "Backwards",
-    "Forward",
-    "OwnGradients",
-    "Slot",
-    "begin_step",
-    "copied",
-    "owned",
-    "size",
-]
-
 COPIED_BYTES = 64 * 2**20  # of what a graph returns: a copy that takes a device some microseconds, and no more
 
 

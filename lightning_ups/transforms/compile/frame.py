@@ -22,8 +22,6 @@ from lightning_ups.transforms.compile.gain import is_small
 from lightning_ups.transforms.compile.trial import Caller, Run, with_trial
 from lightning_ups.transforms.forward import Forward
 
-__all__ = ["Compiler", "Frame", "Mode", "calling", "frame_of", "hearing", "only_loss", "prepared", "structure"]
-
 Prepare = Callable[[fx.GraphModule], str | None]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 

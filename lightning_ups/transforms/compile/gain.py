@@ -15,8 +15,6 @@ from lightning_ups.transforms.compile.mode import Clock
 from lightning_ups.transforms.compile.trial import State, copy_of, no_autocast
 from lightning_ups.transforms.random_state import host_state, restore_host_state
 
-__all__ = ["Gain", "gain_of", "is_small"]
-
 ROUNDS, MOST_MS = 5, 2000.0
 LEAST_LOSS = 0.02  # what two measurements of one thing may differ by
 # Calling compiled code costs the host some hundred microseconds for guards, the forward and the backward, and replaying

@@ -9,8 +9,6 @@ from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups.transforms.compile.frame import Compiler, Frame
 from lightning_ups.transforms.compile.gain import Gain
 
-__all__ = ["Group", "Phase", "cure_of", "worth_telling"]
-
 Phase = Literal["training", "evaluation"]  # with gradients, and without
 
 LITTLE = 1.1  # times as fast

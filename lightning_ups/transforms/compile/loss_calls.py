@@ -20,8 +20,6 @@ from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.tensors.autograd import in_forward_ad, in_torch_func, saves_with_hooks
 from lightning_ups._compat.torch.tensors.ops import replaced_cross_entropy
 
-__all__ = ["CrossEntropy", "large_cross_entropies"]
-
 LEAST_LOGITS = 2**22
 NAME = "F.cross_entropy"
 _REDUCTIONS = ("none", "mean", "sum")

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 from lightning_ups.transforms.compile.cuda_graphs import owned, size
 from lightning_ups.transforms.compile.trial import Rehearsal
 
-__all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure", "mib", "together", "unfit"]
-
 # Of the device's time. Above the one, the host is certainly too slow, since a loop does more than launch; below the
 # other, what launching costs is hidden whatever else the loop does. Between them whole steps are timed.
 LAUNCH_SHARE, HIDDEN_SHARE = 0.75, 0.25

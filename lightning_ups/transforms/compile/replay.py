@@ -27,8 +27,6 @@ from lightning_ups.transforms.compile.mode import Choice, Clock, Pace, Timing, c
 from lightning_ups.transforms.compile.trial import GraphError, Rehearsal, State
 from lightning_ups.transforms.quoted import first_line
 
-__all__ = ["Call", "Replay", "call_of"]
-
 MOST_GRAPHS = 48  # in a step: the memory of each recording is rounded up to some MiB
 MOST_RECORDINGS = 8  # beyond those of the first call
 MOST_WAITS = 20

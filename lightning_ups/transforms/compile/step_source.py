@@ -9,8 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-__all__ = ["Place", "repeated_backward", "uses_only_loss"]
-
 Kind = Literal["create_graph", "retain_graph"]
 
 _WORDS: dict[str, Kind] = {

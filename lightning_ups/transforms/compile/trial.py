@@ -16,8 +16,6 @@ from lightning_ups._compat.torch.compile.dynamo import is_fake, is_static, is_wr
 from lightning_ups.transforms.compile.cuda_graphs import Slot
 from lightning_ups.transforms.quoted import quoted
 
-__all__ = ["Caller", "GraphError", "Rehearsal", "Run", "State", "with_trial"]
-
 Run = Callable[..., Any]
 
 
@@ -221,6 +219,7 @@ def _copies(args: Sequence[Any], placeholders: Sequence[fx.Node], *, stay: Seque
 
 
 def copy_of(tensor: Tensor, *, written: bool, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """Return a copy of ``tensor`` that a trial may use; views of one storage stay views of one."""
     if isinstance(tensor, nn.Parameter) and not written:  # copying these would cost the memory of the weights
         return tensor.detach().requires_grad_(tensor.requires_grad)
     if _is_plain(tensor):
@@ -309,6 +308,7 @@ def _refuse_stale(
 
 @contextmanager
 def no_autocast(device_types: set[str]) -> Iterator[None]:
+    """Turn autocast off on ``device_types`` and the CPU while the context is open."""
     with ExitStack() as stack:
         for device_type in device_types | {"cpu"}:
             stack.enter_context(torch.autocast(device_type, enabled=False))

@@ -15,16 +15,6 @@ from lightning_ups.transforms.casting import name_other_layers
 from lightning_ups.transforms.float8.recipes import RECIPES, Format, check_recipe, float8_swap, recipe_of
 from lightning_ups.transforms.on_module import OnModule
 
-__all__ = [
-    "Float8Conversion",
-    "conversion_of",
-    "convert_to_float8",
-    "fitting_linears",
-    "float8_linears",
-    "why_left",
-    "why_none_fits",
-]
-
 _HOOK_TABLES = (
     "_forward_hooks",
     "_forward_pre_hooks",

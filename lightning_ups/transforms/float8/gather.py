@@ -15,8 +15,6 @@ from lightning_ups._compat.optional.packages import require
 from lightning_ups._compat.torch.tensors.autograd import outside_function_modes
 from lightning_ups._compat.torch.tensors.tensors import local_of, plain_memory
 
-__all__ = ["Scales", "gathers_in_float8", "show_plain_weight"]
-
 
 class Scales:
     """The scales of float8 weights, computed together, and again when weights have changed."""

@@ -13,8 +13,6 @@ from lightning_ups._compat.torch.tensors.autograd import in_torch_func
 from lightning_ups._compat.torch.versions import is_exporting
 from lightning_ups.transforms.float8.product import FastSums, can_multiply, product, product_by_rows
 
-__all__ = ["adapted", "mx_linear_from"]
-
 _BLOCK = 32  # values of MXFP8 that share a scale
 
 

@@ -22,8 +22,6 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 from lightning_ups.kernels.float8_casts import HAS_KERNELS, TYPES, both_orders, column_order, maxima, row_order
 from lightning_ups.kernels.float8_row_casts import column_maxima, scaled_columns, scaled_rows, scales_of
 
-__all__ = ["FastSums", "can_multiply", "multiplied", "multiplied_by_rows", "product", "product_by_rows"]
-
 _E4M3 = torch.float8_e4m3fn  # with one scale per row, gradients do not need the wider range of e5m2
 
 

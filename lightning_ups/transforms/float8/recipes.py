@@ -22,8 +22,6 @@ from lightning_ups.transforms.float8.gather import show_plain_weight
 from lightning_ups.transforms.float8.layers import adapted, mx_linear_from
 from lightning_ups.transforms.float8.product import FastSums, multiplied, multiplied_by_rows
 
-__all__ = ["RECIPES", "Format", "Recipe", "check_recipe", "compiler_settings", "float8_swap", "recipe_of", "register"]
-
 Format = Literal["e4m3", "hybrid"]
 Swap = Callable[[nn.Linear], nn.Module]
 

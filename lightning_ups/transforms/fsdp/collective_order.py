@@ -22,8 +22,6 @@ from lightning_ups._compat.torch.fsdp.process_groups import shared_store
 from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo
 from lightning_ups.transforms.sharding import StepState
 
-__all__ = ["CollectiveOrder"]
-
 PATIENCE_S = 10.0
 _logger = logging.getLogger(__name__)
 _numbers = count()  # of fits in this process, the same on every rank

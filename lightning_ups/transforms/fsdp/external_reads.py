@@ -17,8 +17,6 @@ from lightning_ups.transforms.compile import is_compiled
 from lightning_ups.transforms.fsdp.model_forward import sharded_in
 from lightning_ups.transforms.sharding import TENSOR, StepState
 
-__all__ = ["ExternalReads", "WatchedReads"]
-
 # Functions that query a tensor, or return a view without computing, and do not read its values.
 # fmt: off
 _ASKS = frozenset((

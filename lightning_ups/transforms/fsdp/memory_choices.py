@@ -12,17 +12,6 @@ from lightning_ups._compat.torch.fsdp.state import gathered_type
 from lightning_ups._compat.torch.tensors.tensors import plain_memory
 from lightning_ups.transforms.sharding import least_of_ranks
 
-__all__ = [
-    "Sync",
-    "choose_keeping",
-    "choose_sync",
-    "free_memory",
-    "gathered_bytes",
-    "keep_gathered",
-    "least_headroom",
-    "unsharded_gradient_bytes",
-]
-
 Sync = Literal["auto", "last", "every"]
 
 _SHARE = 0.25  # of the free memory after sharding; the rest is for activations and the optimizer

@@ -18,8 +18,6 @@ from lightning_ups._compat.torch.fsdp.state import (
 from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo, in_backward
 from lightning_ups.transforms.compile import is_compiled
 
-__all__ = ["ModelForward", "ShownGradients", "gather_with_blocks", "gathered_when_called", "sharded_in"]
-
 
 class ModelForward:
     """Gathers the parameters of the model's own group from the start of a step to the end of its backward.

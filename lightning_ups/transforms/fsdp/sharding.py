@@ -45,8 +45,6 @@ from lightning_ups.transforms.sharding import (
     remember,
 )
 
-__all__ = ["ShardOptions", "Sharded", "is_sharded", "shard", "sharded"]
-
 _LARGE = 2**20  # elements: large enough for its own collective
 
 

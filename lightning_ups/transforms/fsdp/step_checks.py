@@ -15,8 +15,6 @@ from lightning_ups.transforms.fsdp.model_forward import gathered_when_called, sh
 from lightning_ups.transforms.quoted import listed
 from lightning_ups.transforms.sharding import StepState
 
-__all__ = ["ManualWrites", "refuse_late_gradients", "refuse_replaced"]
-
 # A copy of a layer that follows it, such as a teacher network, changes only after the layer was stepped, and the first
 # learning rate of a warm-up may be 0.
 _STEPS_WITH_WRITES = 3

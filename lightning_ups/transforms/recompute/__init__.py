@@ -1,5 +1,6 @@
 """Recomputation of activations in the backward pass."""
 
+from lightning_ups._compat.torch.tensors.ops import register_costly_op
 from lightning_ups.transforms.recompute.kept import note_recomputed_otherwise
 from lightning_ups.transforms.recompute.wrapping import (
     Kept,
@@ -18,4 +19,5 @@ __all__ = [
     "note_recomputed_otherwise",
     "recompute",
     "refuse_recomputed",
+    "register_costly_op",
 ]

@@ -19,17 +19,6 @@ from lightning_ups._compat.torch.tensors.autograd import (
 )
 from lightning_ups._compat.torch.tensors.ops import Operator
 
-__all__ = [
-    "CALLED_TRACED",
-    "TRACED",
-    "TRACED_IDLE",
-    "Copies",
-    "Kept",
-    "Measurement",
-    "Samples",
-    "note_recomputed_otherwise",
-]
-
 Storages = dict[Any, int]  # bytes by storage, so that shared memory counts once
 
 _NUMBERS = 4096  # of each tensor, at most

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from lightning_ups._compat.torch.tensors.autograd import dense_parts, has_values, outside_modes
 
-__all__ = ["Buffers", "DrawnBefore", "Held", "HeldBefore", "Taken", "run_with_drawn"]
-
 _Tensors = Mapping[str, Tensor | None]
 
 # Attributes that every module has: hooks and containers, which are not restored, and `training`, which is.

@@ -20,7 +20,7 @@ from lightning_ups._compat.torch.tensors.autograd import (
     in_torch_func,
     outside_modes,
 )
-from lightning_ups._compat.torch.tensors.ops import Operator, costly_ops, is_composite, operators, register_costly_op
+from lightning_ups._compat.torch.tensors.ops import Operator, costly_ops, is_composite, operators
 from lightning_ups.kernels.float8_casts import maxima
 from lightning_ups.transforms.error_hints import explaining_torch_func
 from lightning_ups.transforms.forward import Forward, replaced_forward
@@ -33,17 +33,6 @@ from lightning_ups.transforms.recompute.second_run import (
     Taken,
     run_with_drawn,
 )
-
-__all__ = [
-    "Kept",
-    "Save",
-    "is_recomputed",
-    "memory_budget",
-    "recompute",
-    "refuse_recomputed",
-    "register_costly_op",
-    "saved_ops",
-]
 
 Save = Literal["nothing", "matmuls"]
 

@@ -13,8 +13,6 @@ from lightning_ups._compat.torch.fsdp.state import allocate
 from lightning_ups.transforms.quoted import listed
 from lightning_ups.transforms.sharding.mesh import local_part
 
-__all__ = ["Initialisation", "is_on_meta", "plan_initialisation"]
-
 
 def is_on_meta(model: nn.Module) -> bool:
     """Return whether any parameter or buffer of ``model`` is on the meta device."""

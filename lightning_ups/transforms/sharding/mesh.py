@@ -13,21 +13,6 @@ from torch.distributed.tensor import DTensor, Placement
 from lightning_ups._compat.torch.fsdp.state import flattened
 from lightning_ups._compat.torch.tensors.tensors import forget_meshes
 
-__all__ = [
-    "DATA",
-    "TENSOR",
-    "MeshSizes",
-    "build_mesh",
-    "data_mesh",
-    "device_of",
-    "least_of_ranks",
-    "local_part",
-    "num_shares",
-    "part_of",
-    "shard_alike",
-    "unsharded",
-]
-
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # Lightning's names, which a `configure_model` may use
 _REPLICATE, _SHARD = "replicate", "shard"
 

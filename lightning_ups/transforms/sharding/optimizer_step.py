@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = ["StepState", "explaining_shards", "kinds_of", "one_kind_at_a_time"]
-
 # Texts of DTensor for operations without a sharding rule, in torch 2.11 to 2.13.
 _ABOUT_SHARDS = ("DTensor", "placement", "sharding strategy", "Sharding propagation", "sharded dimension")
 

@@ -13,15 +13,6 @@ from lightning_ups._compat.torch.tensors.tensors import local_of
 from lightning_ups._compat.torch.versions import NormWithStatistics
 from lightning_ups.transforms.random_state import random_state, restore_random_state
 
-__all__ = [
-    "BufferSync",
-    "average_gradients",
-    "check_one_batch",
-    "give_first",
-    "on_any_rank",
-    "share_random_state",
-]
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 
 

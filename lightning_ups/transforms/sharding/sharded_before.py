@@ -12,16 +12,6 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_ups._compat.torch.tensors.tensors import has_hooks_after_accumulation
 from lightning_ups.transforms.on_module import OnModule
 
-__all__ = [
-    "GatherOptions",
-    "ShardRecord",
-    "check_same",
-    "layout_of",
-    "recall",
-    "refuse_unshardable",
-    "remember",
-]
-
 _RECORD = OnModule[Any]("sharded")
 
 

@@ -9,8 +9,6 @@ from torch import fx
 
 from lightning_ups._compat.torch.fsdp.gathers import gathers, module_path, recompute, set_group, written
 
-__all__ = ["GatherPlan"]
-
 REST = "rest"  # of a root: parameters outside of its blocks
 
 

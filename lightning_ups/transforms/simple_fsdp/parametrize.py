@@ -38,17 +38,6 @@ from lightning_ups.transforms.sharding import (
     remember,
 )
 
-__all__ = [
-    "Gathering",
-    "ParametriseOptions",
-    "Parametrised",
-    "check_parametrisable",
-    "is_parametrised",
-    "parametrise",
-    "parametrised",
-    "shards_of",
-]
-
 _LARGE = 2**20  # elements: large enough to shard along another dimension than the first
 _Names = dict[str, tuple[bool, bool]]  # of parameters: whether they are cast, and whether they are split
 

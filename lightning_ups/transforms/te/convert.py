@@ -24,8 +24,6 @@ from lightning_ups.transforms.te.modules import (
     norm_mlp_for,
 )
 
-__all__ = ["Fuse", "TEConversion", "convert_to_te"]
-
 Fuse = Literal["auto", "all", "none"]
 MULTIPLE = 16  # float8 products require multiples of this in both dimensions of a weight
 

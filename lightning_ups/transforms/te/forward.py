@@ -16,8 +16,6 @@ from lightning_ups._compat.optional.te import is_quantizing
 from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo, in_backward
 from lightning_ups.transforms.te.modules import Borrower
 
-__all__ = ["COMPUTED_WITHIN", "Calls", "Joint", "PassedOn", "computed_by", "is_computed"]
-
 Compute = Callable[[nn.Module, Tensor], Any]
 ROWS = 8  # Transformer Engine's float8 products require a multiple of this number of rows
 

@@ -10,8 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_ups.transforms.blocks import as_patterns, select_names
 
-__all__ = ["READY", "Fusion", "fusions_in"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from lightning_ups._compat.optional.te import engine, mark_fsdp2, out_of_sight
 
-__all__ = ["Borrower", "Norm", "Slot", "lay_together", "linear_for", "norm_for", "norm_linear_for", "norm_mlp_for"]
-
 # Activations of transformers that multiply in the dtype of the input, as Transformer Engine does before it rounds.
 _RMS = frozenset(
     f"{name}RMSNorm" for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Phi3", "Granite", "Olmo2")

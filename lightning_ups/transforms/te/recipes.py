@@ -7,8 +7,6 @@ import torch
 
 from lightning_ups._compat.optional.te import make_recipe, why_not
 
-__all__ = ["RECIPES", "Recipe"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:

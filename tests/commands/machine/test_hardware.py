@@ -20,7 +20,7 @@ def machine(gpu=None, *, count=1, packages=None, **options):
 @pytest.fixture
 def probes_pass(monkeypatch):
     """The hardware of a machine that is not here."""
-    for name in probes.__all__:
+    for name in (n for n, f in vars(probes).items() if getattr(f, "__module__", "") == probes.__name__):
         monkeypatch.setattr(probes, name, lambda *_, **__: None)
     monkeypatch.setattr(hardware, "attention_kernel_error", lambda *_, **__: None)
 

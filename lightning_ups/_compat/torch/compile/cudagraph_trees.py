@@ -10,8 +10,6 @@ from torch import Tensor
 
 from lightning_ups._compat.patches import applied
 
-__all__ = ["Demand", "Recording", "marked_steps", "recorded_on_demand"]
-
 _TREES = "torch._inductor.cudagraph_trees"  # imported by the first recording, and by the first step that is marked
 _LAST_MARK = 0
 

@@ -34,48 +34,6 @@ from lightning_ups._compat.contexts import SharedSettings
 from lightning_ups._compat.environment import installed
 from lightning_ups._compat.patches import applied
 
-__all__ = [
-    "Compilation",
-    "GuardKind",
-    "Mark",
-    "artifact_keys",
-    "backend_compiler",
-    "backends",
-    "backward_compiled_with_forward",
-    "cache_hits",
-    "comparing_forwards_by_function",
-    "compilations_since",
-    "compiled_by_itself",
-    "compiled_since",
-    "configuration",
-    "ddp_splitting_off",
-    "donated_buffers_off",
-    "first_hint",
-    "guard_kind",
-    "guarding_each_parameter",
-    "has_forward_hooks",
-    "has_new_artifacts",
-    "is_compiler_error",
-    "is_fake",
-    "is_of_user",
-    "is_off",
-    "is_static",
-    "is_watched",
-    "is_written_to",
-    "lacks_compiler",
-    "load_artifacts",
-    "loggers_left_out",
-    "mark",
-    "num_graphs",
-    "recompile_limit",
-    "takes_mode",
-    "telling_guards_first",
-    "toolchain",
-    "traces_for_cuda_graphs",
-    "tree_map",
-    "without_disabling",
-]
-
 BackendCompiler = Callable[[fx.GraphModule, list[Any]], Any]
 
 

@@ -18,20 +18,6 @@ from torch._ops import OpOverload
 
 from lightning_ups._compat.torch.compile.inductor import even_splits, graph_pass
 
-__all__ = [
-    "above",
-    "cast_where_copied",
-    "copy_together",
-    "find_maxima_apart",
-    "find_where_written",
-    "is_cast",
-    "is_view",
-    "leaner_casts",
-    "leave_out_clamps",
-    "packet_of",
-    "pieces",
-]
-
 _aten = torch.ops.aten
 _VIEWS = (_aten.t, _aten.transpose, _aten.permute, _aten.view, _aten._unsafe_view, _aten.reshape)
 _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)

@@ -9,18 +9,6 @@ from torch import fx
 
 from lightning_ups._compat.patches import applied
 
-__all__ = [
-    "combined_kernels",
-    "eager_precision_casts",
-    "eager_random_numbers",
-    "even_splits",
-    "graph_pass",
-    "known_by",
-    "known_to_caches",
-    "passes_in",
-    "tuned_blocks",
-]
-
 GraphKind = Literal["joint", "apart"]
 
 _ALIGNED = 16  # elements of two bytes: more than the widest load

@@ -17,8 +17,6 @@ from lightning_ups._compat.optional.packages import launching_on
 from lightning_ups._compat.patches import applied
 from lightning_ups._compat.torch.compile.inductor import graph_pass
 
-__all__ = ["Launch", "Operator", "launch_directly", "launched_by_graphs"]
-
 
 class Launch(NamedTuple):
     """A Triton kernel to launch, with four warps.

@@ -22,8 +22,6 @@ from lightning_ups._compat.torch.compile.graph_passes import cast_where_copied
 from lightning_ups._compat.torch.compile.inductor import known_by, passes_in
 from lightning_ups._compat.torch.fsdp.gathers import group_of
 
-__all__ = ["GraphCollectives", "bucketing", "collectives_of"]
-
 _KINDS = {
     "all_gather_into_tensor": "gathers",
     "all_gather_into_tensor_out": "gathers",

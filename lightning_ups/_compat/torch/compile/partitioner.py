@@ -13,8 +13,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_ups._compat.patches import applied
 
-__all__ = ["gradients_apart", "heeds_memory_budget", "random_numbers_kept", "random_states_in_place"]
-
 _NOTHING = 1e-9  # anything less keeps nothing
 _NOT_BY_COST = (
     "eager",

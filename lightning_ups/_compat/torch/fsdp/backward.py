@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_ups._compat.patches import GROUP, STATE, installed
 from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo
 
-__all__ = ["find_in_objects", "keep_for_derivatives"]
-
 _Mark = tuple[int, int] | None
 
 

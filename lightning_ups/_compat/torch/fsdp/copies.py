@@ -21,8 +21,6 @@ from typing_extensions import override
 
 from lightning_ups._compat.patches import FSDP, applied
 
-__all__ = ["copying_beside", "putting_together", "reduce_as_real"]
-
 _MODULE = f"{FSDP}_fsdp_param_group"
 _FREES = ("_to_sharded", "_to_sharded_post_forward")
 

@@ -12,8 +12,6 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["gathers", "group_of", "module_path", "recompute", "set_group", "written"]
-
 _LAST = 2**31  # above the number of any checkpointed region, whose own gathers are recomputed within it
 _GROUP = "lightning_ups_group"
 

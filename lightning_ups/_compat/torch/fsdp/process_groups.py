@@ -5,8 +5,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-__all__ = ["prepare_nccl", "shared_store"]
-
 _MULTIPROCESSORS = "NCCL_MAX_CTAS"
 
 

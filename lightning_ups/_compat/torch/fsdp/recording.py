@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_ups._compat.patches import applied
 
-__all__ = ["InitialisingOnMeta", "Loose", "Place", "Recording", "record_resets", "recording", "replay"]
-
 _DRAWING = ("normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_")
 _OVERWRITE = frozenset((*_DRAWING, "fill_", "zero_", "copy_"))
 _DRAWS = frozenset(("apply", "rand", "randn", "randint", "randperm", "deepcopy", "init_weights", "_init_weights"))

@@ -13,8 +13,6 @@ from lightning_ups._compat.contexts import ThreadStack
 from lightning_ups._compat.patches import applied
 from lightning_ups._compat.torch.tensors.tensors import count_writes, whole_of
 
-__all__ = ["IndexReads", "shard_data_written"]
-
 
 class IndexReads:
     """Copies that were read from shards by index: writes to them do not reach the shard."""

@@ -23,33 +23,6 @@ from lightning_ups._compat.torch.fsdp.backward import find_in_objects, keep_for_
 from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo, outside_function_modes, unseen_by_selection
 from lightning_ups._compat.torch.tensors.tensors import gradient_hooks
 
-__all__ = [
-    "allocate",
-    "begin_forward",
-    "carry_over",
-    "cast_when_recomputed",
-    "end_forward",
-    "expect_backward",
-    "flattened",
-    "follow_requires_grad",
-    "gather_all",
-    "gather_in",
-    "gather_with_root",
-    "gathered_type",
-    "gathered_with",
-    "held_parameters",
-    "initialise",
-    "move_own_tensors",
-    "noting_reductions",
-    "reducing_last",
-    "rehome",
-    "replaced",
-    "settle",
-    "sharding_policy",
-    "unreduced",
-    "written_to",
-]
-
 
 def sharding_policy(module: FSDPModule) -> MixedPrecisionPolicy:
     """Return the policy with which ``module`` was sharded."""

@@ -18,21 +18,9 @@ from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention as scaled_dot_product_attention
 
 from lightning_ups._compat.optional.packages import require
-
-__all__ = [
-    "attention_operators",
-    "flash2_packed",
-    "load_fa3",
-    "load_fa4",
-    "missing_package",
-    "scaled_dot_product_attention",
-    "torch_choice",
-    "torch_refuses",
-    "unfused_flex_allowed",
-]
 
 _FA4 = "flash-attn-4>=4.0.0b1"
 _COMPILING = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument"

@@ -29,29 +29,6 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from lightning_ups._compat.contexts import SharedSettings
 from lightning_ups._compat.patches import applied
 
-__all__ = [
-    "activation_memory_budget",
-    "changing_function_inputs",
-    "checkpoint_options",
-    "dense_parts",
-    "differentiated_by_torch_func",
-    "has_values",
-    "hidden_from_dynamo",
-    "in_backward",
-    "in_forward_ad",
-    "in_torch_func",
-    "keeps_graph",
-    "operators_seen_by",
-    "outside_function_modes",
-    "outside_modes",
-    "saved_at_any_version",
-    "saves_seen_by",
-    "saves_with_hooks",
-    "storages",
-    "unseen_by_selection",
-    "without_autocast",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

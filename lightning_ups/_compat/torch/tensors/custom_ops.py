@@ -15,8 +15,6 @@ from torch.autograd import forward_ad
 
 from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo, in_torch_func
 
-__all__ = ["define_operator", "seen_by_nothing"]
-
 _LIBRARY = torch.library.Library("lightning_ups", "FRAGMENT")
 
 

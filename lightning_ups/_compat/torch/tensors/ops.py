@@ -16,17 +16,6 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from lightning_ups._compat.patches import applied
 
-__all__ = [
-    "Operator",
-    "alike",
-    "costly_ops",
-    "is_composite",
-    "operators",
-    "register_costly_op",
-    "replaced_cross_entropy",
-    "uncalled",
-]
-
 Operator = OpOverload | HigherOrderOperator
 
 _COSTLY: dict[str, None] = dict.fromkeys(

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["PAGE", "own_pages", "pinned", "unpin"]
-
 PAGE = 4096
 _LARGE = 16 * 2**20
 _THREADS = 8

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.utils.serialization import config
 
-__all__ = ["around", "noted", "template"]
-
 _PATCHING = threading.Lock()  # before torch 2.12 a setting applies to all threads
 
 

@@ -10,22 +10,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-__all__ = [
-    "add_product",
-    "arrived",
-    "count_writes",
-    "counts_of_writes",
-    "forget_meshes",
-    "gradient_hooks",
-    "has_hooks_after_accumulation",
-    "local_of",
-    "memories_of",
-    "memory_of",
-    "plain_memory",
-    "product",
-    "whole_of",
-]
-
 _CONTAINERS = (tuple, list, dict)
 _VERSION = attrgetter("_version")
 

@@ -34,8 +34,6 @@ from lightning_ups.state.checkpoint.checksums import (
     worth_summing_on_device,
 )
 
-__all__ = ["Lane", "Lanes", "bytes_of", "lanes_by_default", "on_this_gpu", "spread", "wait_for_devices"]
-
 T = TypeVar("T")
 PIECE = 8 * 2**20  # bytes: long enough for the bus, while two per lane fit into the caches of a server
 MOST = 8

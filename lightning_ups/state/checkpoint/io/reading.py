@@ -42,8 +42,6 @@ from lightning_ups.state.checkpoint.checksums import CHECKSUMS, DamagedFileError
 from lightning_ups.state.checkpoint.dcp_metadata import TENSORS, read_metadata
 from lightning_ups.state.checkpoint.io.lanes import SMALL, Lane, Lanes, bytes_of, spread, wait_for_devices
 
-__all__ = ["FolderReader", "SlicedReader", "fill", "mapped_safetensors", "read_into"]
-
 Template = tuple[Tensor, int] | None  # a tensor without its bytes, and the offset of these
 
 

@@ -9,8 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ups._compat.torch.tensors.pinned import pinned, unpin
 
-__all__ = ["HostCopies", "LocalShard", "holds_tensors", "is_sequence", "plain"]
-
 _ALIGNMENT = 512  # bytes
 _PLAIN = (Tensor, nn.Parameter)
 

@@ -24,8 +24,6 @@ from lightning_ups.state.checkpoint.dcp_metadata import TENSORS
 from lightning_ups.state.checkpoint.dcp_metadata import as_json as metadata_as_json
 from lightning_ups.state.checkpoint.io.lanes import Lane, Lanes, bytes_of, spread, wait_for_devices
 
-__all__ = ["Writer"]
-
 
 @dataclass(frozen=True)
 class _SummedResult(WriteResult):
