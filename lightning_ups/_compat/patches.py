@@ -86,6 +86,8 @@ PURPOSES = (
             "torch._inductor.choices:InductorChoices.reduction_split_factor": Patch(
                 ("reduction_numel_hint", "inner_reduction"), only_speed=True
             ),
+            "torch._higher_order_ops.triton_kernel_wrap:identify_accessed_tensors": _SPEED,
+            "torch._higher_order_ops.triton_kernel_wrap:identify_mutated_tensors": _SPEED,
             "torch.utils._runtime_estimation:get_gpu_dram_gbps": _SPEED,
             f"{_OVERLAP}:get_full_bucket_key": Patch(("node",), only_speed=True),
             f"{_OVERLAP}:bucket_key": Patch(("node",), only_speed=True),  # its name in torch 2.11

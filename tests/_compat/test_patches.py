@@ -41,7 +41,7 @@ def rows(monkeypatch):
 
 REAL = [target for target in PATCHES if __name__ not in target]
 NOT_IN_ALL = {"functionalize_rng_ops": ">=2.13", "get_gpu_dram_gbps": ">=2.13", "get_full_bucket_key": ">=2.13"}
-NOT_IN_ALL |= {"bucket_key": "<2.13"}
+NOT_IN_ALL |= {"bucket_key": "<2.13", "identify_accessed_tensors": ">=2.13", "identify_mutated_tensors": "<2.13"}
 
 
 @pytest.mark.parametrize("target", REAL)

@@ -11,11 +11,11 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_ups.transforms.compile import compiler as compile
+from lightning_ups.transforms.recompute import register_costly_op
 from lightning_ups.transforms.recompute.wrapping import (
     memory_budget,
     recompute,
     refuse_recomputed,
-    register_costly_op,
     saved_ops,
 )
 from tests.transforms.contract import assert_same, batch, grads, saved_bytes
