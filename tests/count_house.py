@@ -79,8 +79,8 @@ def patches(files):
     _, tree = files.get(Path("_compat/patches.py"), (None, ast.Module([], [])))
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == "PATCHES" for target in targets):
-            return len(node.value.keys)
+        if any(isinstance(target, ast.Name) and target.id in ("PURPOSES", "PATCHES") for target in targets):
+            return sum(len(each.keys) for each in ast.walk(node.value) if isinstance(each, ast.Dict))
     return None
 
 
