@@ -203,7 +203,9 @@ def regions(kind: Kind, *, replayed: bool = False) -> Regions:
     """
     capable = _capable(kind)
     if table := _measured(kind, capable):
-        return regions_of(expected_of(table, trains=kind.trains, replayed=replayed), kind, among=capable)
+        return regions_of(
+            expected_of(table, trains=kind.trains, replayed=replayed), kind, among=capable, order=_rule(kind.device)
+        )
     return Regions(0, 0, (Range(0, (), (_first(kind, capable),)),))
 
 
@@ -213,10 +215,15 @@ def expected_of(table: Table, *, trains: bool, replayed: bool = False) -> Expect
     return Expected(table.rows, trains=trains, host=host)
 
 
-def regions_of(expected: Expected, kind: Kind, *, among: Sequence[KernelName]) -> Regions:
-    """Return the choices among the backends ``among`` by ``expected`` times."""
+def regions_of(
+    expected: Expected, kind: Kind, *, among: Sequence[KernelName], order: Sequence[KernelName] = ()
+) -> Regions:
+    """Return the choices among the backends ``among`` by ``expected`` times.
+
+    Of rows less than half as long as any that was measured, torch's kernels are taken in ``order``.
+    """
     grouping = kind.heads / kind.kv_heads
-    own: list[KernelName] = [backend for backend in _rule(kind.device) if backend in _TORCHS and backend in among]
+    own: list[KernelName] = [backend for backend in order if backend in _TORCHS and backend in among]
 
     def line(length: float) -> Line:
         times = expected.line(Point(kind.head_dim, grouping, kind.causal, length, length**2), among=among)

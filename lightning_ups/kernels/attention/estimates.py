@@ -138,7 +138,7 @@ class Expected:
 
     def __init__(self, rows: Sequence[Row], *, trains: bool, host: Mapping[KernelName, float] | None = None) -> None:
         self.host: Times = {}
-        self.shortest = min(row.seq for row in rows)
+        self.shortest = min((row.seq for row in rows), default=0)
         self._rows: list[tuple[Point, Times]] = []  # with the logarithm of the time per work
         for row in rows:
             point, times = point_of(row), row.training if trains or not row.forward else row.forward
