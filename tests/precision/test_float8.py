@@ -54,6 +54,24 @@ def test_the_format_is_that_of_gradients_in_training(tmp_path, weights):
     assert fine[1:] != coarse[1:]
 
 
+class Judged(Wide):
+    def validation_step(self, batch, index):
+        assert torch.is_inference_mode_enabled()
+        self.log("judged", super().training_step(batch, index))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_what_was_trained_is_evaluated_in_inference_mode(tmp_path, recipe):
+    """Scales that a fit has left behind must not be needed for gradients there."""
+    model = Judged()
+    run = trainer(tmp_path, plugins=[Float8Precision(recipe=recipe, emulate=True)], epochs=2)
+    run.fit(model, loader())
+    model.losses.clear()
+    (first,), (second,) = (run.validate(model, loader(), verbose=False) for _ in range(2))
+    assert first == second
+    assert first["judged"] < 2 * model.losses[0]
+
+
 class Watched(Wide):
     """Sees what inductor is told while it trains."""
 
