@@ -103,8 +103,19 @@ def test_the_face_of_a_room_states_its_names_and_files_within_do_not(path):
     names = {
         t.id for each in tree.body if isinstance(each, ast.Assign) for t in each.targets if isinstance(t, ast.Name)
     }
-    is_face = path.endswith("/__init__.py") and any(isinstance(each, ast.ImportFrom) for each in tree.body)
+    is_face = path.endswith("__init__.py") and any(isinstance(each, ast.ImportFrom) for each in tree.body)
     assert ("__all__" in names) == is_face
+
+
+def test_every_plugin_can_be_imported_from_the_package_itself():
+    asked = (
+        "import sys, lightning_ups; print('torch' in sys.modules); from lightning_ups import Compile; print(Compile)"
+    )
+    assert run(asked).split() == ["False", "<class", "'lightning_ups.callbacks.compile.Compile'>"]
+    assert {thing.__name__ for thing in plugins()} == {*lightning_ups.__all__} <= {*dir(lightning_ups)}
+    assert all(getattr(lightning_ups, thing.__name__) is thing for thing in plugins())
+    with pytest.raises(AttributeError, match="module 'lightning_ups' has no attribute 'Compil'"):
+        lightning_ups.Compil  # noqa: B018
 
 
 @pytest.mark.slow

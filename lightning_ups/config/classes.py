@@ -46,8 +46,11 @@ def subclasses(bases: Sequence[type]) -> Iterator[type]:
 def is_public(path: str) -> bool:
     """Return whether `help` and suggestions may offer the class at `path`: of this package, only exported ones."""
     package, _, rest = path.partition(".")
-    room, name = rest.partition(".")[0], path.rpartition(".")[2]
-    return package != "lightning_ups" or (room in _PUBLIC_ROOMS and name in sys.modules[f"{package}.{room}"].__all__)
+    room, _, name = rest.rpartition(".")
+    room = room.partition(".")[0]
+    if package != "lightning_ups":
+        return True
+    return (room in _PUBLIC_ROOMS or not room) and name in sys.modules[f"{package}.{room}".rstrip(".")].__all__
 
 
 def members(hint: Any) -> tuple[Any, ...]:

@@ -26,7 +26,9 @@ def test_class_name():
 
 def test_is_public():
     assert is_public("lightning_ups.callbacks.compile.Compile")
+    assert is_public("lightning_ups.Compile")
     assert is_public("torch.optim.AdamW")
+    assert not is_public("lightning_ups.Declaration")
     assert not is_public("lightning_ups.order.Declaration")
 
 
