@@ -120,7 +120,7 @@ def _check_offloading(requested: RequestedRun, refused: list[str], notes: list[s
     if not offloading or refused:
         return
     try:
-        if planner_of(requested)[0].moves_nothing():
+        if planner_of(requested, prepares_data=False)[0].moves_nothing():
             is_error = all(getattr(step, "on_no_effect", "raise") == "raise" for step in offloading)
             (refused if is_error else notes).append(MOVES_NOTHING)
     except (Uncountable, ValueError) as error:

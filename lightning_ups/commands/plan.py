@@ -100,14 +100,20 @@ def show(requested: RequestedRun, *, gpu: str | None = None, batch: str | None =
 
 
 def planner_of(
-    requested: RequestedRun, *, device: Device | None = None, batch: str | None = None
+    requested: RequestedRun, *, device: Device | None = None, batch: str | None = None, prepares_data: bool = True
 ) -> tuple[Planner, str]:
     """Return what plans ``requested`` with ``batch`` or the first one of its data, and where the batch is from.
+
+    Args:
+        requested: The run.
+        device: The GPU to plan for.
+        batch: The batch, as ``--batch`` describes it.
+        prepares_data: Whether ``prepare_data`` of a datamodule is called, which may download.
 
     Raises:
         ValueError: If there is no batch.
     """
-    given, origin = _batch(requested, batch)
+    given, origin = _batch(requested, batch, prepares=prepares_data)
     planner = Planner(
         requested.run,
         given,
@@ -139,20 +145,27 @@ def _strategy_settings(requested: RequestedRun) -> dict[str, Any]:
     return dict(strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
 
 
-def _batch(requested: RequestedRun, spec: str | None) -> tuple[Any, str]:
+def _batch(requested: RequestedRun, spec: str | None, *, prepares: bool) -> tuple[Any, str]:
     """Return a batch, and where it is from."""
     if spec is not None:
         return read_batch(spec), "--batch"
-    data = requested.data() if requested.data is not None else None
     module = requested.run.module
-    if data is None and not is_overridden("train_dataloader", module):
+    if requested.data is None and not is_overridden("train_dataloader", module):
         raise ValueError(
             "There is no data to take a batch from: the configuration has no section 'data'."
             " Say what training_step gets, such as plan --batch 4x4097:int64."
         )
-    source = type(data or module).__name__
+    source = type(module).__name__
     try:
-        return _first_batch(module if data is None else data, whole=data is not None), source
+        if requested.data is None:
+            return _first_batch(module), source
+        source = "the section 'data'"
+        data = requested.data()
+        source = type(data).__name__
+        if prepares:
+            data.prepare_data()
+        data.setup("fit")
+        return _first_batch(data), source
     except Exception as error:
         raise ValueError(
             f"No batch could be taken from {source}: {quoted(error).rstrip('.')}."
@@ -161,10 +174,7 @@ def _batch(requested: RequestedRun, spec: str | None) -> tuple[Any, str]:
         ) from error
 
 
-def _first_batch(data: Any, *, whole: bool) -> Any:
-    if whole:
-        data.prepare_data()
-        data.setup("fit")
+def _first_batch(data: Any) -> Any:
     loaders = data.train_dataloader()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     for loader in combined.flattened:

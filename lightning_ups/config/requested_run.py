@@ -111,6 +111,7 @@ def run_of(module: LightningModule, trainer: Mapping[str, Any], callbacks: Seque
         num_devices=num_devices,
         num_nodes=num_nodes,
         loggers=tuple(items(trainer.get("logger"))),
+        detects_anomalies=bool(trainer.get("detect_anomaly")),
     )
 
 

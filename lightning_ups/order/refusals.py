@@ -148,6 +148,12 @@ REFUSALS = (
         holds=lambda run: run.strategy.whole_graph and _compilation_off() is not None,
     ),
     Refusal(
+        what=lambda run: f"detect_anomaly=True is given with {run.strategy.name}.",
+        why="It checks each gradient for NaN, and sharded gradients do not support that operation.",
+        cure="Leave it out, or look for the anomaly with FSDP2Strategy, which trains the same.",
+        holds=lambda run: run.training and run.strategy.whole_graph and run.detects_anomalies,
+    ),
+    Refusal(
         what=lambda run: f"{_drawing(run)[0]}(log_graph=True) is given with {run.strategy.name}.",
         why="It runs the model on rank 0 only, which would wait for the shards of the other ranks.",
         cure="Leave log_graph out, and draw the graph of a module that is not sharded.",

@@ -101,6 +101,10 @@ def exemplified():
 
 
 REFUSED = {
+    "anomalies in a graph": (
+        run(strategy=SIMPLE, detects_anomalies=True),
+        "detect_anomaly=True is given with SimpleFSDPStrategy.*with FSDP2Strategy",
+    ),
     "a graph drawn by one device": (
         run(strategy=FSDP2, module=exemplified(), loggers=(Drawing(),)),
         r"Drawing\(log_graph=True\) is given with FSDP2Strategy.*Leave log_graph out",
