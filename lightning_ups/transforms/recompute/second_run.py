@@ -120,6 +120,7 @@ class Taken(NamedTuple):
 
     module: nn.Module
     name: str
+    is_plain: bool
     tensor: torch.Tensor
     value: torch.Tensor
 
@@ -127,12 +128,15 @@ class Taken(NamedTuple):
 class Buffers:
     """The buffers below ``block`` that its forward changes, found in the first forward of each training mode.
 
-    Each forward updates the running statistics of batch norm, and the power iteration of spectral norm.
+    Each forward updates the running statistics of batch norm, and the power iteration of spectral norm. A plain tensor
+    attribute that a forward writes to counts as a buffer here.
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self._all = [(module, name) for module in block.modules() for name, _ in module.named_buffers(recurse=False)]
-        self._changing: dict[tuple[bool, ...], list[tuple[nn.Module, str]]] = {}
+        modules = [*block.modules()]
+        buffers = [(module, name, False) for module in modules for name, _ in module.named_buffers(recurse=False)]
+        self._all = buffers + [(module, name, True) for module in modules for name in _plain(module)]
+        self._changing: dict[tuple[bool, ...], list[tuple[nn.Module, str, bool]]] = {}
 
     def run(self, before: list[Taken], forward: Callable[[], Any]) -> Any:
         """Run ``forward``; ``before`` gets the values of the buffers in the first run."""
@@ -149,7 +153,7 @@ class Buffers:
             if self._mode not in self._changing:
                 # By value: versions do not count writes to `.data`, and a buffer may be another tensor now.
                 before[:] = [taken for taken in before if not _is_as_it_was(taken)]
-                self._changing[self._mode] = [(taken.module, taken.name) for taken in before]
+                self._changing[self._mode] = [(taken.module, taken.name, taken.is_plain) for taken in before]
         return result
 
     def _run_again(self, before: Sequence[Taken], forward: Callable[[], Any]) -> Any:
@@ -164,23 +168,38 @@ class Buffers:
 
     def _take(self) -> list[Taken]:
         places = self._changing.get(self._mode, self._all)
-        buffers = ((module, name, module._buffers.get(name)) for module, name in places)
-        return [Taken(module, name, held, held.clone()) for module, name, held in buffers if held is not None]
+        buffers = ((place, _held(place[0], is_plain=place[2]).get(place[1])) for place in places)
+        return [Taken(*place, tensor, tensor.clone()) for place, tensor in buffers if isinstance(tensor, Tensor)]
 
     @property
     def _mode(self) -> tuple[bool, ...]:
-        return tuple(module.training for module, _ in self._all)
+        return tuple(module.training for module, _, _ in self._all)
+
+
+def _plain(module: nn.Module) -> list[str]:
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
+    left_out = _names_left_out(module)
+    own = {name: value for name, value in vars(module).items() if name not in left_out}
+    # A tensor with a gradient is a result, not a buffer.
+    return [name for name, value in own.items() if isinstance(value, Tensor) and not value.requires_grad]
+
+
+def _held(module: nn.Module, *, is_plain: bool) -> MutableMapping[str, Any]:
+    return vars(module) if is_plain else module._buffers
 
 
 def _put_buffers(values: Sequence[Taken]) -> None:
     with torch.no_grad():
-        for module, name, buffer, value in values:
-            module._buffers[name] = buffer
+        for module, name, is_plain, buffer, value in values:
+            _held(module, is_plain=is_plain)[name] = buffer
             buffer.copy_(value)
 
 
 def _is_as_it_was(taken: Taken) -> bool:
-    now = taken.module._buffers.get(taken.name)
+    now = _held(taken.module, is_plain=taken.is_plain).get(taken.name)
+    if taken.is_plain and now is not taken.tensor:
+        return True  # a replacement is restored with all attributes
     if now is None or not has_values(now):
         return False  # unknown: assume it changed
     if now.shape != taken.value.shape or now.layout is not taken.value.layout:

@@ -41,6 +41,20 @@ class Codebook(nn.Module):
         return x + self.step
 
 
+class Plain(nn.Module):
+    """Has tensors as plain attributes, and writes to one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen, self.table = nn.Linear(8, 8), torch.ones(8), torch.ones(8)
+
+    def forward(self, x):
+        x = (self.linear(x) * self.seen * self.table).tanh()
+        self.seen.data.mul_(0.9).add_(x.detach().mean(0))
+        self.last = x  # a result, of which there is another each time
+        return x.sin()
+
+
 def unchanged(model):
     return nullcontext()
 
@@ -56,11 +70,11 @@ def trained(make, *, change, context=unchanged):
         for step in range(3):
             model.eval() if step == 1 else model.train()
             losses += grads(model, x)
-    return [*losses, *model.buffers()]
+    return [*losses, *model.buffers(), *(layer.seen for layer in model if isinstance(layer, Plain))]
 
 
 @pytest.mark.parametrize("save", ["nothing", "matmuls"])
-@pytest.mark.parametrize("make", [normed, spectral, Codebook])
+@pytest.mark.parametrize("make", [normed, spectral, Codebook, Plain])
 def test_buffers_move_once_and_the_second_run_has_those_of_the_first(make, save):
     assert_same(trained(make, change=partial(recompute, save=save)), trained(make, change=unchanged))
 
