@@ -36,11 +36,12 @@ class _Drawn:
     """The gradients of a trial."""
 
     absent: bool = False  # one parameter has none in the first step
+    sparse: bool = False  # those of matrices have few rows, as an embedding's may
     begun: bool = False  # the optimizer has made its state before the first step
 
 
-# The first that it takes: torch's fused SGD wants all or none, and Adagrad the state it made.
-_DRAWN = _Drawn(absent=True), _Drawn(), _Drawn(absent=True, begun=True)
+# The first that it takes: torch's fused SGD wants all or none, SparseAdam nothing dense, and Adagrad the state it made.
+_DRAWN = _Drawn(absent=True), _Drawn(), _Drawn(sparse=True), _Drawn(absent=True, begun=True)
 _ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 MakeOurs = Callable[[Optimizer, Admission], Optimizer]
@@ -68,7 +69,7 @@ def admit(optimizer: Optimizer, ours: MakeOurs, *, in_parts: bool, device: torch
             " Its step looks at all of them, counts its calls, or keeps its state elsewhere than in `state`."
             " Use an optimizer such as AdamW, or leave the offloading out."
         )
-    parted = in_parts and _in_parts(optimizer, ours, whole, device, drawn)
+    parted = in_parts and not drawn.sparse and _in_parts(optimizer, ours, whole, device, drawn)
     return Admission(parted=parted, state_bytes=state_bytes)
 
 
@@ -258,7 +259,11 @@ def _fill_gradients(optimizer: Optimizer, step: int, drawn: _Drawn, random: torc
         if parameter.requires_grad and not (last and drawn.absent):
             local = local_of(parameter.detach())
             drawn_here = torch.randn(local.shape, dtype=local.dtype, generator=random).to(local.device)
-            parameter.grad = _like(drawn_here, parameter)
+            gradient = _like(drawn_here, parameter)
+            if drawn.sparse and parameter.dim() == 2:
+                gradient[1::2] = 0
+                gradient = gradient.to_sparse(1)
+            parameter.grad = gradient
 
 
 @contextmanager

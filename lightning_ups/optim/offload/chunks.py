@@ -119,10 +119,11 @@ class Item:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return what belongs to this item of ``tensor``, which is like the parameter."""
-        if tensor.layout is not torch.strided:
+        if self.part is not None and tensor.layout is not torch.strided:
             raise RuntimeError(
-                f"A parameter of shape {tuple(self.parameter.shape)} has a sparse gradient, which OptimizerOffload does"
-                " not move. Use an embedding with sparse=False."
+                f"A parameter of shape {tuple(self.parameter.shape)} has a sparse gradient and state of several chunks."
+                " It is stepped in parts, and a sparse gradient has none."
+                " Use larger chunks (chunk_mb=...), or an embedding with sparse=False."
             )
         # Of a gradient with gaps a copy; of all else that is given here a view.
         return tensor if self.part is None else local_of(tensor).reshape(-1)[self.part]

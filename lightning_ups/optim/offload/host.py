@@ -116,7 +116,8 @@ class HostSteps:
     def _need(self, item: Item) -> int:
         gradient = self._gradient(item)
         assert gradient is not None
-        brought = (*plain_parts(item.of(gradient)), *plain_parts(item.parameter.detach()))
+        dense = plain_parts(gradient) if gradient.layout is torch.strided else ()
+        brought = (*dense, *plain_parts(item.parameter.detach()))
         return sum(aligned(nbytes_of(part)) for part in brought)
 
     def _make_room(self, chunks: Sequence[Sequence[Item]]) -> None:
@@ -131,8 +132,11 @@ class HostSteps:
         for item in items:
             gradient = self._gradient(item)
             assert gradient is not None
-            room = slot.gradients[item] = slot.like(gradient.detach())
-            copies += zip(plain_parts(room), plain_parts(gradient.detach()), strict=True)
+            if gradient.layout is not torch.strided:
+                slot.gradients[item] = gradient.detach().to("cpu")  # small, and of a size that changes
+            else:
+                room = slot.gradients[item] = slot.like(gradient.detach())
+                copies += zip(plain_parts(room), plain_parts(gradient.detach()), strict=True)
             low = slot.parameters[item] = slot.like(item.parameter.detach())
             if not item.is_mastered or self._source.writes.possible(item.parameter):
                 copies += zip(plain_parts(low), plain_parts(item.parameter.detach()), strict=True)

@@ -4,7 +4,7 @@ from collections import defaultdict
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, AdamW, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_ups.optim import MasteredOptimizer, MasterWeights, OffloadedOptimizer, adamw_step
@@ -187,11 +187,39 @@ class Words(nn.Module):
         return self.words(x.float().abs().long().clamp(max=63))
 
 
+SPARSE = {
+    "momentum": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adam": lambda model: SparseAdam(model.parameters(), lr=0.1),
+    "adagrad": lambda model: Adagrad(model.parameters(), lr=0.1),
+}
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own optimizers
-@pytest.mark.parametrize("way", [{}, {"chunk_bytes": 4096}, {"update": "host"}], ids=str)
-def test_sparse_gradients_are_refused(way):
-    with pytest.raises(RuntimeError, match=r"Use an embedding with sparse=False\.$"):
-        train(lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), model=Words, wrap=offloaded(**way))
+@pytest.mark.parametrize("way", [WAYS["at once"], WAYS["host"]], ids=["at once", "host"])
+@pytest.mark.parametrize("make", SPARSE.values(), ids=SPARSE)
+def test_sparse_gradients_are_stepped(make, way):
+    def clip_if_ours(step, model, optimizer):
+        assert model.words.weight.grad.is_sparse
+        if isinstance(optimizer, OffloadedOptimizer):
+            optimizer.take_clip_coefficient(torch.tensor(0.5))
+        else:
+            model.words.weight.grad.mul_(0.5)
+
+    right, plain = train(make, model=Words, between=clip_if_ours)
+    result, ours = train(make, model=Words, between=clip_if_ours, wrap=offloaded(**way))
+    assert_same(result, right)
+    for name, value in plain.state_dict()["state"][0].items():
+        assert torch.equal(to_dense(ours.state_dict()["state"][0][name]), to_dense(value))
+
+
+def to_dense(value):
+    tensor = torch.as_tensor(value)
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def test_a_sparse_gradient_has_no_parts():
+    with pytest.raises(RuntimeError, match=r"or an embedding with sparse=False\.$"):
+        train(SPARSE["momentum"], model=Words, wrap=lambda o: OffloadedOptimizer(o, chunk_bytes=4096))
 
 
 @pytest.mark.parametrize(("save_ours", "load_ours"), [(True, True), (True, False), (False, True)])
