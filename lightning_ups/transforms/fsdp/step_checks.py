@@ -36,14 +36,16 @@ class ManualWrites:
 
     def __init__(self, root: FSDPModule, *, device: torch.device) -> None:
         self._root, self._device = root, device
-        self._looks, self._last = False, -1  # the optimizer step of the last look
+        self._looks, self._num_looks, self._last = False, 0, -1  # the optimizer step of the last look
         self._written: dict[int, Tensor] = {}
 
     def begin(self, step: StepState, undo: ExitStack) -> None:
         """Called before a step; ``undo`` is closed when the step ends or fails."""
-        self._looks = step.is_training and self._last < step.number < _STEPS_WITH_WRITES
+        # Looks are counted, since a manual training_step may make several optimizer steps.
+        self._looks = step.is_training and step.number > self._last and self._num_looks < _STEPS_WITH_WRITES
         if not self._looks:
             return
+        self._num_looks += 1
         self._last = step.number
         self._written.clear()
         for module, gathered in gathered_when_called(self._root).items():

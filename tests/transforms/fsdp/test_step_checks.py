@@ -190,3 +190,30 @@ def test_a_teacher_that_begins_as_its_student_is_an_error_once_they_differ(ranks
     said, steps = ranks(teach, tmp_path, hook)
     assert "teacher.bias, teacher.weight are written to" in said
     assert steps == 3
+
+
+class TeachingManually(Teaching):
+    """Makes three optimizer steps in each training step, and the teacher follows once, before them."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        super().training_step(batch, index)
+        for _ in range(3):
+            self.optimizers().zero_grad()
+            self.manual_backward(self.run(batch).square().mean())
+            self.optimizers().step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+def teach_manually(path):
+    model = TeachingManually("training_step")
+    return failure(path, model, FSDP2Strategy(), steps=12), len(model.losses)
+
+
+def test_so_it_is_if_a_training_step_makes_several_optimizer_steps(ranks, tmp_path):
+    said, steps = ranks(teach_manually, tmp_path)
+    assert "teacher.bias, teacher.weight are written to" in said
+    assert steps == 2
