@@ -47,7 +47,7 @@ from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Sa
 from lightning_ups.strategies.processes import Communication, check_processes, refuse_notebook, rendezvous
 from lightning_ups.strategies.steps import Convert, Materialise
 from lightning_ups.transforms.blocks import as_patterns
-from lightning_ups.transforms.error_hints import note_shards
+from lightning_ups.transforms.error_hints import keeping_interrupt, note_shards
 from lightning_ups.transforms.sharding import (
     DATA,
     TENSOR,
@@ -133,6 +133,14 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self._saw_backward = False
         self.checkpoints = Checkpoints(
             self, save=save, async_save=async_save, weights_only=weights_only, on_unreplayable=on_unreplayable
+        )
+
+    @property
+    def state_key(self) -> str:
+        """Raise a hint: a Trainer reads this attribute of callbacks, and never of a strategy."""
+        name = type(self).__name__
+        raise AttributeError(
+            f"{name} is given as a callback, but it is a strategy. Write Trainer(strategy={name}(...))."
         )
 
     @property
@@ -327,7 +335,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         if not step.has_accumulated:
             self._buffers()  # before the forward, and not within an accumulation, as DDP does
         step.is_manual = not self.lightning_module.automatic_optimization
-        with self._within_step(step):
+        with keeping_interrupt(), self._within_step(step):
             output = super().training_step(*args, **kwargs)
         self._open_step().is_manual = False
         self._buffers.note_step()
@@ -388,7 +396,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
-        with self._within_backward():
+        with keeping_interrupt(), self._within_backward():
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         step = self._open_step()
         self._saw_backward, step.has_accumulated = True, step.accumulates

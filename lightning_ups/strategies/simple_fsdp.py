@@ -169,8 +169,8 @@ class SimpleFSDPStrategy(ShardingStrategy):
     """Shard parameters, gradients and optimizer state with tensor code that is compiled with the model.
 
     One graph per outermost submodule contains compute and communication. The compiler groups gathers and reductions by
-    block, and overlaps them with other blocks. The module needs no changes, and parameter names stay the same. Options
-    and checkpoints are those of FSDP2Strategy: to switch, change the name.
+    block, and overlaps them with other blocks. The module needs no changes, and parameter names stay the same.
+    Checkpoints are those of FSDP2Strategy, and so are the options that it has. To switch, leave out the others.
 
     A `Compile` callback compiles each outermost submodule as one graph; without it, the strategy does. If that fails
     for a submodule, its blocks are compiled instead, with a warning.

@@ -202,6 +202,31 @@ def float32_for(error: BaseException) -> str:
     return f"{what}, with in_float32=[{pattern!r}] of a precision such as BF16Precision"
 
 
+@contextmanager
+def keeping_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt if torch raises another error while it cleans up after one.
+
+    Ctrl-C between two statements of torch, such as entering and recording a dispatch mode, makes its cleanup fail:
+    "trying to pop from empty mode stack".
+    """
+    try:
+        yield
+    except Exception as error:
+        if (interrupt := _interrupt_behind(error)) is None:
+            raise
+        raise KeyboardInterrupt(*interrupt.args) from error
+
+
+def _interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    if not str(frame.f_globals.get("__name__")).startswith("torch."):
+        return None  # raised deliberately by user code
+    behind = error.__context__
+    while behind is not None and not isinstance(behind, KeyboardInterrupt):
+        behind = behind.__context__
+    return behind
+
+
 def _module_of(error: BaseException) -> tuple[str, nn.Module] | None:
     """Return the innermost module in whose forward ``error`` was raised, preferably not one of torch's."""
     running, trace = [], error.__traceback__

@@ -26,6 +26,14 @@ def test_a_name_is_enough(name, strategy):
     assert type(StrategyRegistry.get(name)) is strategy
 
 
+@pytest.mark.parametrize("strategy", BOTH)
+def test_one_that_is_given_among_callbacks_says_where_it_belongs(tmp_path, strategy):
+    where = rf"{strategy.__name__} is given as a callback, but it is a strategy\..*strategy={strategy.__name__}\("
+    with pytest.raises(AttributeError, match=where):
+        trainer(tmp_path, callbacks=[strategy()]).fit(Net(), loader())
+    assert not hasattr(strategy(), "state_key")
+
+
 COMMON = [
     ({"sharding": "half"}, "Use one of .*'full'"),
     ({"initialise_on": "gpu"}, "Use one of .*'device'"),
@@ -47,6 +55,8 @@ OWN = {
         ({"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt", "reshard_after_forward": 2}, "Use True or False"),
         ({"reshard_after_forward": "yes"}, "is not a known choice"),
         ({"reshard_after_forward": 0}, "is out of range"),
+        ({"prefetch": 0}, "is out of range.*Use 1 or more"),
+        ({"tensor_parallel_size": 0}, "is out of range.*Use 1 or more"),
         ({"sharding": "gradients", "reshard_after_forward": "auto"}, "contradicts itself"),
         *(({"unused_parameters": True, "reshard_after_forward": keep}, "contradicts itself") for keep in (True, 2)),
     ],

@@ -2,12 +2,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
 
 from lightning_ups.transforms.error_hints import (
     advice_on_mixed_types,
     explaining_reads,
     explaining_types,
     float32_for,
+    keeping_interrupt,
     note_second_backward,
     note_shards,
 )
@@ -131,3 +133,36 @@ def test_a_graph_that_was_freed_is_told_where_compiled_code_met_it(compiled, not
         y.backward()
     note_second_backward(error.value, kind="compiled", cure="Leave it out.")
     assert len(getattr(error.value, "__notes__", [])) == notes
+
+
+@keeping_interrupt()
+def interrupted_between_two_lines():
+    with TorchDispatchMode():
+        _pop_mode()  # as when the interrupt came before the mode was noted, and the end of the block comes all the same
+        raise KeyboardInterrupt("Ctrl-C")
+
+
+@keeping_interrupt()
+def fails():
+    torch.ones(2) @ torch.ones(3)
+
+
+@keeping_interrupt()
+def makes_an_error_of_it():
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        raise RuntimeError("mine")  # noqa: B904
+
+
+def test_what_torch_raises_while_it_cleans_up_is_still_an_interrupt():
+    with pytest.raises(KeyboardInterrupt, match="Ctrl-C") as caught:
+        interrupted_between_two_lines()
+    assert "mode stack" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("function", [fails, makes_an_error_of_it])
+def test_any_other_error_is_left_as_it_is(function):
+    with pytest.raises(RuntimeError) as caught:
+        function()
+    assert caught.value.__cause__ is None
