@@ -52,7 +52,8 @@ def loaded(
     if not is_zip(path):
         raise ValueError(
             f"{path} is not a checkpoint. torch.save did not write it, or its end is missing, because the disk was full"
-            " or the process died. Give a complete file."
+            " or the process died. Give a complete file. Or it is in the format of torch before 1.6: load it and save"
+            " it again with torch.save."
         )
     if not weights_only:
         try:

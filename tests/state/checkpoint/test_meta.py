@@ -128,3 +128,9 @@ def test_tensors_can_be_mapped(tmp_path):
     path = write(tmp_path / "m", {"w": torch.arange(4.0)})
     state, _ = meta.loaded(path, mmap=True)
     assert state["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_file_of_an_old_torch_is_refused_with_the_remedy(tmp_path):
+    torch.save({"a": 1}, tmp_path / "m", _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=r"before 1\.6: load it and save it again with torch\.save"):
+        meta.loaded(tmp_path / "m")
