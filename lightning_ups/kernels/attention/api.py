@@ -12,7 +12,7 @@ from lightning_ups.kernels.attention.masks import Documents
 from lightning_ups.kernels.attention.operator import attention_forward
 from lightning_ups.kernels.attention.reference import reference_attention
 from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, TorchBackend, torch_attention
-from lightning_ups.kernels.attention.support import Backend, KernelName, Kind, check, constant, kind_of
+from lightning_ups.kernels.attention.support import BACKENDS, Backend, KernelName, Kind, check, constant, kind_of
 
 
 def attention(
@@ -95,6 +95,10 @@ def attention(
 @torch.compiler.assume_constant_result
 def checked(backend: KernelName, kind: tuple[Any, ...]) -> KernelName:
     """Return ``backend``, checked to support ``kind``, a `Kind`; a constant in compiled functions."""
+    if backend not in BACKENDS:  # before `check`, which is cached: a list has no hash
+        raise ValueError(
+            f"backend={backend!r} is not a kernel of attention. Use one of {', '.join(map(repr, get_args(Backend)))}."
+        )
     check(backend, Kind(*kind))
     return backend
 

@@ -194,7 +194,7 @@ def _routed(
             enable_gqa = True  # not `or`, which may return a symbol
     if q_BHSD.device.type == "meta" or not _is_usual(q_BHSD, k_BKTD, v_BKTD, attn_mask, grouped=enable_gqa):
         # Other shapes, nested tensors and mistakes: torch's own function handles them, or raises the right error.
-        chosen = _only_of(priority, q_BHSD, k_BKTD, v_BKTD) if named else nullcontext()
+        chosen = _only_of(priority, q_BHSD, k_BKTD, v_BKTD, attn_mask) if named else nullcontext()
         with chosen:
             return scaled_dot_product_attention(
                 q_BHSD, k_BKTD, v_BKTD, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -247,15 +247,18 @@ def _is_usual(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, grouped: 
     )
 
 
-def _only_of(priority: tuple[Backend, ...], q: Tensor, k: Tensor, v: Tensor) -> AbstractContextManager[Any]:
+def _only_of(
+    priority: tuple[Backend, ...], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> AbstractContextManager[Any]:
     """Return a context in which torch's own function may use only the named kernels of torch."""
     if q.device.type == "meta":
         return nullcontext()  # nothing is computed
     if kernels := [TORCH_BACKENDS[name] for name in priority if name in TORCH_BACKENDS]:
         return only(kernels)
-    shapes = ", ".join("nested" if tensor.is_nested else str(tuple(tensor.shape)) for tensor in (q, k, v))
+    what, tensors = ("keys and values", (q, k, v)) if mask is None else ("keys, values and mask", (q, k, v, mask))
+    shapes = ", ".join("nested" if tensor.is_nested else str(tuple(tensor.shape)) for tensor in tensors)
     raise ValueError(
-        f"The attention backends {', '.join(map(repr, priority))} do not take queries, keys and values {shapes}."
+        f"The attention backends {', '.join(map(repr, priority))} do not take queries, {what} {shapes}."
         " Use equal [batch, heads, seq, dim], or add 'auto' at the end, which leaves other shapes to torch."
     )
 

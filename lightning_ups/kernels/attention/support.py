@@ -247,14 +247,10 @@ def check(backend: KernelName, kind: Kind) -> None:
     """Raise if ``backend`` does not support ``kind``; load its package, so that a broken one raises here.
 
     Raises:
-        ValueError: If the backend is unknown, or does not support it.
+        ValueError: If the backend does not support it.
         ModuleNotFoundError: If its package is missing.
         ImportError: If its package cannot be loaded.
     """
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"backend={backend!r} is not a kernel of attention. Use one of {', '.join(map(repr, get_args(Backend)))}."
-        )
     if found := next(_refusals(backend, kind, packages=False), None):
         why, cure = found
         raise ValueError(f"Attention backend {backend!r} cannot be used here. {why}. {cure}.")

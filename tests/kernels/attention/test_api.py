@@ -81,6 +81,11 @@ def test_an_unknown_backend_is_refused_on_meta_too():
         attention(*Case("").tensors(device="meta"), backend="fa5")
 
 
+def test_a_list_of_backends_is_refused():
+    with pytest.raises(ValueError, match=r"backend=\['flash', 'math'\] is not a kernel of attention\. Use one of"):
+        attention(*Case("").tensors(), backend=["flash", "math"])
+
+
 Q, K = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)
 
 
