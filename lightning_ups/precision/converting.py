@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
@@ -108,13 +109,23 @@ class ConvertingPrecision(PolicyPrecision):
             if self.advice is not None:
                 report.note("Precision", f"by times of these products: {self.advice.verdict()}", filter=self.filter)
 
-    def layers_that_run(self, module: LightningModule, linears: Mapping[str, nn.Linear]) -> list[Layer]:
-        """Return which of ``linears`` a training step runs, and with how many rows."""
+    def layers_that_run(self, module: LightningModule, linears: Mapping[str, nn.Linear]) -> list[Layer] | None:
+        """Return which of ``linears`` a training step runs, and with how many rows.
+
+        If the step does not show it, with ``on_no_effect="warn"`` warn, and return None.
+        """
         if self.tokens is not None:
             return layers_with_rows(linears, self.tokens)
-        layers = layers_in_step(module, linears, first_batch(module.trainer))
-        if linears:
-            check_ran(layers, linears=linears, of=type(module).__name__, tokens="tokens=16384")
+        batch = first_batch(module.trainer)
+        try:
+            layers = layers_in_step(module, linears, batch)
+            if linears:
+                check_ran(layers, linears=linears, of=type(module).__name__, tokens="tokens=16384")
+        except ValueError as error:
+            if self.on_no_effect == "raise":
+                raise
+            rank_zero_warn(f"{type(self).__name__}(filter='auto') converts nothing. {error}")
+            return None
         return layers
 
     def advise(self, module: LightningModule, layers: Sequence[Layer], *, recipe: str) -> Advice:

@@ -183,7 +183,9 @@ class Float8Precision(ConvertingPrecision):
     def _found_slower(self, module: LightningModule, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
         if module.trainer.state.fn != TrainerFn.FITTING:
             return dict.fromkeys(linears, "only training was measured")
-        advice = self.advise(module, self.layers_that_run(module, linears), recipe=self.recipe)
+        if (layers := self.layers_that_run(module, linears)) is None:
+            return dict.fromkeys(linears, "a training step did not show its rows")
+        advice = self.advise(module, layers, recipe=self.recipe)
         idle = linears.keys() - {layer.name for layer in advice.layers}
         return dict.fromkeys(idle, "does not run in a training step") | advice.losers
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -20,12 +20,14 @@ from lightning_ups._compat.optional.te import (
     checkpoint_by,
     engine,
     forget_scales,
+    holds_engine_modules,
     why_not_on,
 )
 from lightning_ups.insight.advise import decide_on_rank0, engine_layers, engine_name, modules_of, read_first
 from lightning_ups.order import PrecisionCapabilities, Report, Run, Weights
 from lightning_ups.order.arguments import OnNoEffect, check_choice, check_least, raise_or_warn
 from lightning_ups.precision.converting import ConvertingPrecision, Filter
+from lightning_ups.transforms.casting import kept_in_float32, within
 from lightning_ups.transforms.fsdp import is_sharded
 from lightning_ups.transforms.on_module import OnModule
 from lightning_ups.transforms.sharding import DATA, TENSOR
@@ -121,8 +123,14 @@ class TEPrecision(ConvertingPrecision):
             in_float32=in_float32,
             on_no_effect=on_no_effect,
         )
-        why = "It stands for one of Transformer Engine's own."
-        check_choice("recipe", recipe, (*RECIPES, None), of="TEPrecision", why=why)
+        choices: dict[str, tuple[object, Sequence[object]]] = {
+            "recipe": (recipe, (*RECIPES, None)),
+            "number_format": (number_format, (*get_args(Format), None)),
+            "fuse": (fuse, get_args(Fuse)),
+            "amax_compute": (amax_compute, (*get_args(AmaxCompute), None)),
+        }
+        for name, (value, known) in choices.items():
+            check_choice(name, value, known, of="TEPrecision", why="It stands for one of Transformer Engine's own.")
         check_least("amax_history", amax_history, 1, of="TEPrecision", why="It counts steps.", optional=True)
         _check_options(
             recipe,
@@ -167,6 +175,7 @@ class TEPrecision(ConvertingPrecision):
     @override
     def convert_layers(self, module: LightningModule) -> None:
         self._check_place(module)
+        self._warn_of_engine_modules(module)
         self._last_scales, self._proven, self._begun = {}, False, False
         losers = self._losers(module) if self.filter == "auto" else {}
         conversion = self.conversion = self._converted(module, losers)
@@ -228,7 +237,9 @@ class TEPrecision(ConvertingPrecision):
         if module.trainer.state.fn != TrainerFn.FITTING:
             return dict.fromkeys(plan.converted, "only training was measured")
         linears: dict[str, Any] = {name: module.get_submodule(name) for name in read_first(plan).values()}
-        layers, others = engine_layers(plan, self.layers_that_run(module, linears))
+        if (run := self.layers_that_run(module, linears)) is None:
+            return dict.fromkeys(plan.converted, "a training step did not show its rows")
+        layers, others = engine_layers(plan, run)
         advice = self.advise(module, layers, recipe=engine_name(str(self.recipe)))
         if not plan.theirs:  # which would be forgotten with those that were timed
             forget_scales()
@@ -344,6 +355,16 @@ class TEPrecision(ConvertingPrecision):
         why = why_not_on(device.type) if recipe is None else recipe.why_not(device)
         if why is not None:
             raise RuntimeError(_incapable(self.recipe, device.type, why))
+
+    def _warn_of_engine_modules(self, module: nn.Module) -> None:
+        precise = within(kept_in_float32(module, self.policy.in_float32).values())
+        if self.recipe is None or not precise:
+            return
+        if theirs := [name for name in holds_engine_modules(module) if module.get_submodule(name) in precise]:
+            rank_zero_warn(
+                f"TEPrecision(in_float32={[*self.policy.in_float32]}) names {theirs[0]}, or what holds it."
+                " A module of Transformer Engine that the model has itself computes in float8 all the same."
+            )
 
 
 def _split(size: int) -> str:

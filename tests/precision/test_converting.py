@@ -269,6 +269,9 @@ class TestAuto:
         precision, _ = auto(make)
         with pytest.raises(ValueError, match=r"No linear layer of Idle ran.*tokens=16384"):
             fit(tmp_path, precision, model=Idle())
+        silent, _ = auto(make, on_no_effect="warn")
+        with pytest.warns(UserWarning, match=r"converts nothing\. No linear layer of Idle ran"):
+            assert not seen_in_fit(tmp_path, silent, model=Idle())[1].converted
         if make.func is Float8Precision:  # the other also refuses a first step that computes nothing
             told, _ = auto(make, tokens=32)
             assert "model.layers.0.attention.qkv" in seen_in_fit(tmp_path, told, model=Idle())[1].converted

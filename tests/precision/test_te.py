@@ -275,6 +275,16 @@ class TestInFloat32:
         assert told["not_te"]["model.layers.1.ffn.up"] == "computes in float32"
         assert "model.layers.1.attention.qkv" in told["te"]
 
+    def test_modules_of_its_own_in_them_are_warned_of(self, tmp_path, engine):
+        class Theirs(engine.Linear):
+            __module__ = "transformer_engine.pytorch.module.linear"
+
+        model = Net()
+        model.model.layers[1].ffn.down = Theirs(64, 32, bias=False, params_dtype=torch.float32, device="cpu")
+        message = r"names model\.layers\.1\.ffn\.down, or what holds it.*in float8 all the same\.$"
+        with pytest.warns(UserWarning, match=message):
+            fit(tmp_path, TEPrecision(in_float32=PRECISE), model=model)
+
 
 def test_from_yaml():
     import yaml
@@ -301,6 +311,9 @@ def test_from_yaml():
     ("given", "first", "cure"),
     [
         ({"recipe": "delay"}, "recipe='delay'", "Use one of ('delayed', 'current', 'block', 'mxfp8', None)"),
+        ({"fuse": "some"}, "fuse='some'", "Use one of"),
+        ({"recipe": "delayed", "amax_compute": "mean"}, "amax_compute='mean'", "Use one of"),
+        ({"number_format": "e5m2"}, "number_format='e5m2'", "Use one of ('hybrid', 'e4m3', None)"),
         ({"recipe": "delayed", "amax_history": 0}, "amax_history=0", "Use 1 or more"),
         ({"amax_history": 16}, "recipe='current') is given with amax_history=16", "Use recipe='delayed', or leave"),
         *(
