@@ -55,8 +55,13 @@ def check_finite(
     most: float | None = None,
     optional: bool = False,
 ) -> None:
-    """Raise ValueError unless ``value`` is finite: at least 0 or, if given, larger than ``above``; at most ``most``."""
+    """Raise ValueError unless ``value`` is finite: at least 0 or, if given, larger than ``above``; at most ``most``.
+
+    None raises TypeError, unless ``optional``.
+    """
     if value is None:
+        if not optional:
+            raise TypeError(f"{of}({name}=None) is not a number. {why} Use a number, or leave {name} out.")
         return
     enough = value >= 0 if above is None else value > above
     if not enough or not (value < math.inf if most is None else value <= most):

@@ -29,11 +29,18 @@ class LeanProgressBar(TQDMProgressBar):
         metrics: Names of logged metrics to show, in addition to those with ``prog_bar=True``.
 
     Raises:
+        TypeError: If ``metrics`` is one name and not a list.
         ValueError: If ``refresh_rate`` is negative; 0 hides the bar.
     """
 
     def __init__(self, *, refresh_rate: int = 20, metrics: tuple[str, ...] = ("train_loss",)) -> None:
         check_least("refresh_rate", refresh_rate, 0, of="LeanProgressBar", why="It counts steps.")
+        if isinstance(metrics, str):
+            raise TypeError(
+                f"LeanProgressBar(metrics={metrics!r}) is not a list of names."
+                " It shows metrics by their logged names."
+                " Write them as a list, such as ['train_loss']."
+            )
         super().__init__(refresh_rate=refresh_rate)
         self.metrics = tuple(metrics)
         self._redirected: ExitStack | None = None
