@@ -276,6 +276,20 @@ class TestAuto:
             told, _ = auto(make, tokens=32)
             assert "model.layers.0.attention.qkv" in seen_in_fit(tmp_path, told, model=Idle())[1].converted
 
+    @BOTH
+    def test_a_step_that_fails_on_fake_tensors_is_warned_of(self, tmp_path, make):
+        class Reading(Net):
+            def training_step(self, batch, index):
+                loss = super().training_step(batch, index)
+                assert loss.detach().numpy() > 0
+                return loss
+
+        precision, _ = auto(make, on_no_effect="warn")
+        with pytest.warns(UserWarning, match=r"converts nothing\. Reading\.training_step failed on fake tensors"):
+            model, conversion, _ = seen_in_fit(tmp_path, precision, model=Reading())
+        assert not conversion.converted
+        assert model.losses == fit(tmp_path, BF16Precision()).losses
+
 
 class Bare(Net):
     def __init__(self):
