@@ -121,7 +121,7 @@ def _check_offloading(requested: RequestedRun, refused: list[str], notes: list[s
         return
     try:
         if planner_of(requested, prepares_data=False)[0].moves_nothing():
-            is_error = all(getattr(step, "on_no_effect", "raise") == "raise" for step in offloading)
+            is_error = all(step.on_no_effect == "raise" for step in offloading)
             (refused if is_error else notes).append(MOVES_NOTHING)
     except (Uncountable, ValueError) as error:
         notes.append(f"Whether ActivationOffload moves anything is unknown here: {error}")
