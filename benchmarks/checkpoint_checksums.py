@@ -15,11 +15,14 @@ The first round, which pins memory, is left out unless it is the only one. The s
 and the median of their ratio in each round: 1.05 is 5 % more with checksums.
 
     python benchmarks/checkpoint_checksums.py --output DIR
+    python benchmarks/checkpoint_checksums.py --saves 30 --output DIR
     python benchmarks/checkpoint_checksums.py --loads 20 --output DIR
     python benchmarks/checkpoint_checksums.py --loads 20 --breakdown --output DIR
     python benchmarks/checkpoint_checksums.py --rates --output DIR
 
-The second command saves once, to --folder, and loads as often as it is told, by turns with checksums and without. A
+The second command only measures synchronous saves, to --folder.
+
+The third one saves once, to --folder, and loads in that many rounds, by turns with checksums and without. A
 third side, `unverified`, reads the file of checksums and what surrounds each tensor, as with checksums, but verifies no
 bytes of tensors. Checksums tell which tensors are of one kind, so that torch parses each kind once: `with` against
 `unverified` is what verifying costs, and `with` against `without` includes what is gained there. The order of the three
@@ -72,6 +75,7 @@ def main() -> None:
     parser.add_argument("--device", help="cuda or cpu; default: cuda if there is one")
     parser.add_argument("--threads", type=int, help="files written and read at once; default: as the package chooses")
     parser.add_argument("--output", type=Path, default=Path("checkpoint_checksums"))
+    parser.add_argument("--saves", type=int, metavar="N", help="only save, in N rounds, as --budget allows")
     parser.add_argument("--loads", type=int, metavar="N", help="only load, in N rounds, as --budget allows")
     parser.add_argument("--breakdown", action="store_true", help="with --loads: seconds of each part of a load")
     parser.add_argument("--rates", action="store_true", help="compare checksums by their speed")
@@ -85,6 +89,8 @@ def main() -> None:
     if asked.rates:
         (asked.output / "rates.json").write_text(json.dumps(_rates(), indent=1) + "\n")
         return
+    if asked.saves:
+        asked.rounds, asked.disk_gigabytes = asked.saves, 0.0
     summary = (_measure_loads if asked.loads else _measure)(asked, time.monotonic())
     (asked.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print("SUMMARY " + json.dumps(summary), flush=True)
@@ -145,7 +151,8 @@ def _measure(asked: argparse.Namespace, start: float) -> dict[str, Any]:
     for name, tensor in state.items():
         if nbytes < 1e9 * asked.disk_gigabytes:
             part[name], nbytes = tensor, nbytes + tensor.nbytes
-    ends = start + IN_FOLDER * asked.budget, start + asked.budget - LEAST * asked.gigabytes
+    end = start + asked.budget - LEAST * asked.gigabytes
+    ends = (start + IN_FOLDER * asked.budget if asked.disk_gigabytes else end), end
     places = [("memory", asked.folder, state, ends[0]), ("disk", asked.disk, part, ends[1])]
     summary = dict[str, Any]()
     with (asked.output / "results.jsonl").open("a") as file:
@@ -246,7 +253,8 @@ def _rounds(
             if number and began + took > end:
                 break
             order = ("without", "with")[:: 1 if number % 2 == 0 else -1]
-            found = {side: _turn(root, tensors, savers, asked.threads, side=side) for side in order}
+            turn = _save if asked.saves else _turn
+            found = {side: turn(root, tensors, savers, asked.threads, side=side) for side in order}
             took = time.monotonic() - began
             yield found
     finally:
@@ -255,14 +263,26 @@ def _rounds(
             saver.close()
 
 
+def _save(root: Path, tensors: dict[str, Any], savers: list[Any], _threads: int | None, *, side: str) -> Folder:
+    found = dict[str, Any]()
+    with _without_checksums() if side == "without" else nullcontext():
+        _save_and_wait(root, tensors, savers[0], found)
+    shutil.rmtree(root / "sync")
+    return found
+
+
+def _save_and_wait(root: Path, tensors: dict[str, Any], saver: Any, found: Folder) -> None:
+    cpu = time.process_time()
+    saver.save({"state_dict": tensors}, files={"meta.pt": b"meta"}, path=root / "sync")
+    found["sync_cpu_s"] = time.process_time() - cpu
+    found["sync_s"] = saver.last.blocked_s
+
+
 def _turn(root: Path, tensors: dict[str, Any], savers: list[Any], threads: int | None, *, side: str) -> Folder:
     sync, background = savers
     found = dict[str, Any]()
     with _without_checksums() if side == "without" else nullcontext():
-        cpu = time.process_time()
-        sync.save({"state_dict": tensors}, files={"meta.pt": b"meta"}, path=root / "sync")
-        found["sync_cpu_s"] = time.process_time() - cpu
-        found["sync_s"] = sync.last.blocked_s
+        _save_and_wait(root, tensors, sync, found)
         _forget(root / "sync")
         found |= _load(root / "sync", tensors, threads)
         shutil.rmtree(root / "sync")

@@ -49,6 +49,17 @@ def test_loads_are_compared_by_turns_and_in_parts(run_benchmark, tmp_path):
     assert not [*tmp_path.glob("tmp*")], "checkpoints are deleted"
 
 
+def test_saves_alone_are_compared(run_benchmark, tmp_path):
+    words = ["--gigabytes", "0.03", "--saves", "2", "--device", "cpu", "--folder", str(tmp_path), "--output", "out"]
+    done = run_benchmark("checkpoint_checksums", *words)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [*summary] == ["memory"]
+    assert summary["memory"]["rounds"] == 2
+    assert summary["memory"]["sync_s"]["with"] > 0
+    assert "load_s" not in summary["memory"]
+
+
 def test_the_ratio_of_each_round_is_compared(script):
     rounds = [
         {"without": dict.fromkeys(script.FIGURES, before), "with": dict.fromkeys(script.FIGURES, after)}
