@@ -25,10 +25,11 @@ from lightning_ups.state.checkpoint.checksums import (
     Verifier,
     checksum,
 )
-from lightning_ups.state.checkpoint.io import lanes, reading
+from lightning_ups.state.checkpoint.io import lanes, reading, writing
 from lightning_ups.state.checkpoint.io.lanes import Lane
 from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
 
+CHUNK = sums.CHUNK
 FLIPS = 240  # over all files of one folder
 
 
@@ -46,7 +47,7 @@ def saved(path, *, threads=2, seed=0):
     return path
 
 
-def write_record(path, pieces, *, lead=b"", head=b"", tail=b"", chunk=sums.CHUNK):
+def write_record(path, pieces, *, lead=b"", head=b"", tail=b"", chunk=CHUNK):
     """Write a record after ``lead``, and return it."""
     with path.open("wb") as file, ThreadPoolExecutor(1) as helpers:
         file.write(lead)
@@ -117,7 +118,7 @@ def test_no_flipped_bit_is_loaded(tmp_path):
     assert harmless + sum(refused.values()) == FLIPS
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 3 * 4096 + 5, sums.CHUNK, sums.CHUNK + 1])
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 3 * 4096 + 5, CHUNK, CHUNK + 1])
 def test_a_checksum_of_pieces_is_that_of_the_whole(tmp_path, size):
     data = random.Random(size).randbytes(size)
     (tmp_path / "file").write_bytes(data)
@@ -223,7 +224,7 @@ def test_no_buffer_is_filled_while_it_is_verified(tmp_path, monkeypatch, sizes, 
         assert targets[f"state_dict.{name}"].equal(weight)
 
 
-EDGES = [0, 1, 4095, 4096, 2**18 - 1, 2**18, 2**20 - 1, 2**20, 2**20 + 1, 8 * 2**20 + 5000]
+EDGES = [0, 1, 4095, 4096, 2**18 - 1, 2**18, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5000]
 
 
 def save_at_edges(path, *, device="cpu", offset=0):
@@ -251,7 +252,7 @@ def test_the_device_computes_the_sums_that_the_host_computes(tmp_path, monkeypat
     save_at_edges(tmp_path / "host", offset=offset)
     if device == "cpu":
         monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
-    large = [2**18, 2**20 - 1, 2**20, 2**20 + 1, 8 * 2**20 + 5000] if offset % 8 == 0 else []
+    large = [2**18, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5000] if offset % 8 == 0 else []
     with device_sums(monkeypatch) as summed:
         tensors = save_at_edges(tmp_path / "device", device=device, offset=offset)
     assert sorted(summed) == large, "the others are smaller than 256 KiB, or not aligned to 8 bytes"
@@ -263,7 +264,7 @@ def test_the_device_computes_the_sums_that_the_host_computes(tmp_path, monkeypat
     targets = {name: memory[offset:] for name, memory in targets.items()}
     with device_sums(monkeypatch) as summed:
         read_into(targets, FolderReader(tmp_path / "host", threads=1))
-    whole_chunks = [2**18, 2**20, 2**20, 8 * 2**20]
+    whole_chunks = [2**18, CHUNK, CHUNK, 2 * CHUNK]
     assert sorted(summed) == (whole_chunks if large else []), "the host verifies a last chunk that is not whole rows"
     assert same(targets, tensors)
 
@@ -271,7 +272,7 @@ def test_the_device_computes_the_sums_that_the_host_computes(tmp_path, monkeypat
 @pytest.mark.parametrize(("batch", "expected"), [(3, [3]), (2, [2, 1]), (1, [1, 1, 1])])
 def test_a_device_sums_many_tensors_at_once_when_a_thread_has_filled_them(tmp_path, monkeypatch, batch, expected):
     """A thread that launched them while it reads would make the others wait for it in Python."""
-    tensors, seen = {f"w{index}": torch.randn(2**18) for index in range(3)}, []
+    tensors, seen = {f"w{index}": torch.randn(CHUNK // 4) for index in range(3)}, []
     Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
     targets, stock = (
         {f"state_dict.{name}": torch.zeros_like(weight) for name, weight in tensors.items()},
@@ -285,7 +286,7 @@ def test_a_device_sums_many_tensors_at_once_when_a_thread_has_filled_them(tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(lanes, "row_sums", noted)
-        patch.setattr(lanes, "BATCH", batch * sums.CHUNK)
+        patch.setattr(lanes, "BATCH", batch * CHUNK)
         patch.setattr(Lane, "_direct", lambda self, row: False)
         read_into(targets, FolderReader(tmp_path / "a", threads=1))
     assert seen == expected
@@ -293,6 +294,23 @@ def test_a_device_sums_many_tensors_at_once_when_a_thread_has_filled_them(tmp_pa
     assert all(targets[f"state_dict.{name}"].equal(weight) for name, weight in tensors.items())
     (file,) = (tmp_path / "a").glob("*.distcp")
     flip(file, 8 * 2**18)
+    with pytest.raises(DamagedFileError, match=file.name):
+        read_into(targets, FolderReader(tmp_path / "a", threads=1))
+
+
+def test_a_device_verifies_chunks_of_an_older_size(tmp_path, monkeypatch):
+    tensors = {"w": torch.randn(3 * 2**18)}
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "CHUNK", 2**20)
+        Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
+    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    targets = {"state_dict.w": torch.zeros_like(tensors["w"])}
+    with device_sums(monkeypatch) as summed:
+        read_into(targets, FolderReader(tmp_path / "a", threads=1))
+    assert summed == [3 * 2**20]
+    assert same(targets, {"state_dict.w": tensors["w"]})
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    flip(file, 8 * (2 * 2**20 + 5000))
     with pytest.raises(DamagedFileError, match=file.name):
         read_into(targets, FolderReader(tmp_path / "a", threads=1))
 
@@ -376,9 +394,9 @@ def test_a_device_without_memory_for_sums_leaves_them_to_the_host(tmp_path, monk
 def test_a_part_of_a_saved_tensor_is_verified_on_the_device_too(tmp_path, monkeypatch):
     """Its first and its last chunk are read in part, by the host; the whole ones between begin at an odd place."""
     monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
-    whole = torch.randint(256, (3 * 2**20 + 100,), dtype=torch.uint8)
+    whole = torch.randint(256, (3 * CHUNK + 100,), dtype=torch.uint8)
     record = write_record(tmp_path / "file", Lane().pieces(whole))
-    for start, end, on_device in [(1000, 3 * 2**20 + 8, [2 * 2**20]), (1001, 3 * 2**20 + 50, []), (5, 2**20 - 1, [])]:
+    for start, end, on_device in [(1000, 3 * CHUNK + 8, [2 * CHUNK]), (1001, 3 * CHUNK + 50, []), (5, CHUNK - 1, [])]:
         target, lane = torch.zeros(end - start, dtype=torch.uint8), Lane()
         with (tmp_path / "file").open("rb") as file, device_sums(monkeypatch) as summed:
             reader = RecordReader(file, offset=0, record=record, name="file")
