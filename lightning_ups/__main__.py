@@ -40,6 +40,7 @@ TOOLS = {
     "advise": _Tool("measure which layers would be faster in float8, and by how much", "commands.advise"),
     "export": _Tool("convert a checkpoint to another format", "commands.export"),
 }
+_INTERNAL = {"measured_fit": _Tool("", "commands.measured_fit")}  # what other commands run
 _WITHOUT_RUN = ("presets", "doctor", "export")
 
 
@@ -60,11 +61,11 @@ def _run(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"lightning_ups {__version__}")
         return 0
-    known = [*TRAINER, *TOOLS]
+    known = [*TRAINER, *TOOLS, *_INTERNAL]
     # Options may precede the command, as in LightningCLI.
     command = next((word for word in words if word in known), None) if words[0].startswith("-") else words[0]
     if command not in known:
-        raise ValueError(f"Unknown command {words[0]!r}. {suggest(words[0], known)}")
+        raise ValueError(f"Unknown command {words[0]!r}. {suggest(words[0], [*TRAINER, *TOOLS])}")
     words.remove(command)
     if command not in _WITHOUT_RUN:
         for option, value in pairwise([*words, ""]):
@@ -74,7 +75,7 @@ def _run(words: list[str]) -> int:
                 check_config(name)  # here, since what reads the file takes seconds to import
     if command in TRAINER:
         return _load("cli").main([command, *words])
-    tool = _load(TOOLS[command].module)
+    tool = _load((TOOLS | _INTERNAL)[command].module)
     if hasattr(tool, "main") and (code := tool.main(words)) is not None:
         return code
     return _load("cli").show(tool, words)

@@ -129,11 +129,11 @@ class Trial:
             **settings,
             strategy="auto" if plain else self.settings["strategy"],
             plugins=plugins or None,
-            callbacks=[*([] if plain else self.declared), _Seeded(self.seed), _Patience(), watch],
+            callbacks=[*([] if plain else self.declared), _Seeded(self.seed), Patience(), watch],
             devices=1,
             use_distributed_sampler=False,  # it would shuffle in another way than a single device does
             max_steps=steps,
-            logger=_Nowhere(folder),
+            logger=Nowhere(folder),
             log_every_n_steps=0,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -144,7 +144,7 @@ class Trial:
         )
 
 
-class _Nowhere(DummyLogger):
+class Nowhere(DummyLogger):
     """Keeps nothing of what a module writes to it by itself; what goes to its folder goes with that."""
 
     def __init__(self, folder: str) -> None:
@@ -173,7 +173,7 @@ class _Seeded(Callback):
         seed_everything(self._seed, workers=True, verbose=False)
 
 
-class _Patience(Callback):
+class Patience(Callback):
     """Lets schedulers wait that go by what validation measures, since a trial validates nothing."""
 
     @override

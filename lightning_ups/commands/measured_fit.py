@@ -1,0 +1,282 @@
+"""Measure a fit until its rate has settled, without logs, checkpoints or validation, for `tune` and `ablate`."""
+
+import json
+import os
+import resource
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+from typing_extensions import override
+
+from lightning_ups.callbacks import RunManifest, TextSample, TokenThroughput, TrainingReport, UnigramBaseline
+from lightning_ups.commands.trial import Nowhere, Patience
+from lightning_ups.config.errors import short_text
+from lightning_ups.config.layers import items
+from lightning_ups.insight.throughput import Count, clock_for, counter
+from lightning_ups.insight.tune import Result, Steady, failure_of, steady
+
+# They write files, print, stop the run, or need what a trial lacks.
+_LEFT_OUT = (
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    ModelSummary,
+    ProgressBar,
+    RunManifest,
+    TextSample,
+    Timer,
+    TokenThroughput,
+    TrainingReport,
+    UnigramBaseline,
+)
+_LOSSES = 8  # optimizer steps whose losses are kept
+_LEAST_STEPS = 100  # Compile(scope="auto") compiles less in a run of fewer
+_FAR_BEHIND = 0.7  # of the floor
+
+
+def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of ``measured_fit``, and the words that are options of fit."""
+    parser = ArgumentParser(prog="python -m lightning_ups measured_fit", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--folder", type=Path, required=True, help="where the result is written")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of measuring at most, after the first step")
+    parser.add_argument("--precision", type=float, default=0.01, help="the standard error of a rate that has settled")
+    parser.add_argument("--floor", type=float, default=0.0, help="samples per second; end early if far below")
+    parser.add_argument("--began", type=float, default=time.time(), help="when the process was started")
+    own, rest = parser.parse_known_args(argv)
+    return vars(own), rest
+
+
+def measure(
+    fit: Callable[..., Any], *, folder: Path, seconds: float, precision: float, floor: float, began: float
+) -> int:
+    """Call ``fit`` with a function that arranges the Trainer, and write the result or the failure to ``folder``."""
+    watch = Stopwatch(folder, seconds=seconds, precision=precision, floor=floor, began=began)
+
+    def arrange(settings: Mapping[str, Any], callbacks: Sequence[Callback]) -> tuple[dict[str, Any], list[Callback]]:
+        return _arranged(settings, folder), [*_kept(callbacks), Patience(), watch]
+
+    try:
+        fit(arrange=arrange)
+    except BaseException as error:
+        refusal = short_text(error) if isinstance(error, Exception) else None
+        failure = failure_of(error, refusal=refusal and refusal.removeprefix("error: "))
+        (folder / f"failure-{os.getpid()}.json").write_text(json.dumps(failure.as_dict()))
+        raise
+    return 0
+
+
+def _arranged(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    steps = settings.get("max_steps") or -1
+    return {
+        **settings,
+        "callbacks": _kept(items(settings.get("callbacks"))),
+        "max_steps": steps if steps < 0 else max(steps, _LEAST_STEPS),
+        "max_epochs": -1,
+        "min_steps": None,
+        "min_epochs": None,
+        "max_time": None,
+        "fast_dev_run": False,
+        "logger": Nowhere(str(folder)),
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": str(folder),
+    }
+
+
+def _kept(callbacks: Sequence[Callback]) -> list[Callback]:
+    return [callback for callback in callbacks if not isinstance(callback, _LEFT_OUT)]
+
+
+class Stopwatch(Callback):
+    """Times optimizer steps until their rate has settled, then stops the run and writes the result.
+
+    Under manual optimization, a step is a batch.
+    """
+
+    def __init__(self, folder: Path, *, seconds: float, precision: float, floor: float, began: float) -> None:
+        self._folder, self._seconds, self._precision = folder, seconds, precision
+        self._floor, self._began = floor, began
+        self._times: list[float] = []  # of steps that were read
+        self._samples: list[float] = []
+        self._tokens: list[float] = []
+        self._marks: list[Any] = []  # of steps that were not
+        self._losses: list[list[torch.Tensor]] = [[]]
+        self._batch_samples = self._batch_tokens = 0.0
+        self._start_s = self._steps = self._batches = 0
+        self._next_look = 1
+        self._skips = False  # the step that runs contains the end of an epoch
+        self._pruned = False
+        self._count: tuple[Count, Count | None] | None = None
+        self._throughput: TokenThroughput | None = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock = clock_for(trainer.strategy.root_device)
+        self._before = trainer.global_step
+        if trainer.strategy.root_device.type == "cuda":
+            # For FLOPs, which it counts once with the first batch; only where the peak of the device is known.
+            self._throughput = TokenThroughput(inspect_at=None, table=False, progress_bar=False)
+            self._throughput.open(trainer)
+            torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._skips = self._batches > 0
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._throughput is not None:
+            self._throughput.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        samples, tokens = self._counted(batch)
+        self._batch_samples += samples
+        self._batch_tokens += tokens
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches += 1
+        if len(self._losses) <= _LOSSES and (loss := _loss_of(outputs)) is not None:
+            self._losses[-1].append(loss)
+        has_stepped = trainer.global_step != self._before or not pl_module.automatic_optimization
+        if not has_stepped:
+            return
+        self._before = trainer.global_step
+        self._steps += 1
+        self._losses.append([])
+        self._marks.append((self._clock.mark(), self._batch_samples, self._batch_tokens, self._skips))
+        self._batch_samples, self._batch_tokens, self._skips = 0.0, 0.0, False
+        if self._steps >= self._next_look:
+            self._look(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._read()
+        result = self._result(trainer)
+        if trainer.is_global_zero:
+            draft = self._folder / "result.draft"
+            draft.write_text(json.dumps(result.as_dict()))
+            draft.rename(self._folder / "result.json")
+
+    def _look(self, trainer: Trainer) -> None:
+        """Read the times, and stop the run if they are enough. All ranks look after the same steps."""
+        self._read()
+        if self._steps == 1:
+            self._start_s = time.time() - self._began
+            self._measuring_since = time.perf_counter()
+        self._next_look = max(self._steps + 1, self._steps * 3 // 2)
+        if trainer.is_global_zero:
+            (self._folder / "steps").write_text(str(self._steps))
+        if trainer.strategy.broadcast(self._is_enough(trainer)):
+            trainer.should_stop = True
+        self._marks = [(self._clock.mark(), 0.0, 0.0, False)]  # looking is not a part of the next step
+
+    def _read(self) -> None:
+        self._clock.wait()
+        for (first, *_), (last, samples, tokens, skips) in zip(self._marks, self._marks[1:], strict=False):
+            if not skips:
+                self._times.append(self._clock.seconds(first, last))
+                self._samples.append(float(samples))
+                self._tokens.append(float(tokens))
+        self._marks = self._marks[-1:]
+
+    def _is_enough(self, trainer: Trainer) -> bool:
+        passed = time.perf_counter() - self._measuring_since
+        if not self._times:  # each epoch has one step, so that each contains the end of an epoch
+            return passed > 2 * self._seconds
+        found = steady(self._times)
+        if len(found.seconds) >= 4 and self._rate(found, trainer) < _FAR_BEHIND * self._floor:
+            self._pruned = True
+            return True
+        is_exact = found.error <= self._precision and sum(found.seconds) >= 0.1 * self._seconds
+        return passed > self._seconds or (found.has_settled and is_exact)
+
+    def _rate(self, found: Steady, trainer: Trainer) -> float:
+        return _replicas(trainer) * sum(self._samples[found.warmup :]) / sum(found.seconds)
+
+    def _result(self, trainer: Trainer) -> Result:
+        if not self._times:
+            return Result(
+                failure="refused",
+                text=f"No step was timed in {self._batches} batches. Use a data loader with at least two steps.",
+            )
+        device, found = trainer.strategy.root_device, steady(self._times)
+        low, middle, high = found.quartiles
+        on_gpu = device.type == "cuda"
+        peak = (
+            torch.cuda.max_memory_allocated(device)
+            if on_gpu
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        )
+        losses = [torch.stack(each).float().mean() for each in self._losses[:_LOSSES] if each]
+        mean = trainer.strategy.reduce(torch.stack(losses), reduce_op="mean") if losses else torch.zeros(0)
+        peak = trainer.strategy.reduce(torch.tensor(float(peak), device=device), reduce_op="max")
+        rate = self._rate(found, trainer)
+        tokens = sum(self._tokens[found.warmup :])
+        tokens_per_s = _replicas(trainer) * tokens / sum(found.seconds) if tokens else None
+        return Result(
+            samples_per_s=rate,
+            tokens_per_s=tokens_per_s,
+            step_s=middle,
+            spread=(high - low) / middle,
+            error=found.error if len(found.seconds) > 1 else 1.0,
+            steps=len(found.seconds),
+            warmup=self._steps - len(found.seconds),
+            peak_bytes=int(peak),
+            mfu=self._mfu(trainer, samples_per_s=rate, tokens_per_s=tokens_per_s),
+            start_s=self._start_s,
+            losses=[float(loss) for loss in mean],
+            device=torch.cuda.get_device_name(device) if on_gpu else device.type,
+            devices=trainer.world_size,
+            is_pruned=self._pruned,
+        )
+
+    def _mfu(self, trainer: Trainer, *, samples_per_s: float, tokens_per_s: float | None) -> float | None:
+        if self._throughput is None:
+            return None
+        self._throughput.on_train_end(trainer, trainer.lightning_module)
+        summary = self._throughput.summary
+        if summary is None or summary.flops is None:
+            return None
+        rate = tokens_per_s if summary.unit == "tokens" else samples_per_s
+        return summary.flops.utilisation((rate or 0.0) / trainer.world_size).get("mfu")
+
+    def _counted(self, batch: Any) -> tuple[float, float]:
+        if self._count is None:
+            unit, auto, _ = counter("auto", None, batch)
+            tokens = auto if unit == "tokens" else None
+            try:
+                _, samples, _ = counter("samples", None, batch)
+            except ValueError:
+                samples = auto  # batches
+            self._count = samples, tokens
+        samples, tokens = self._count
+        return float(samples(batch)), float(tokens(batch)) if tokens is not None else 0.0
+
+
+def _loss_of(outputs: Any) -> torch.Tensor | None:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return loss.detach().clone() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def _replicas(trainer: Trainer) -> int:
+    return (getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": trainer.world_size})[
+        "num_replicas"
+    ]

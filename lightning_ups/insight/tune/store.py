@@ -1,0 +1,94 @@
+"""Results of trials in one folder: JSON lines, appended, so that an interrupted search repeats nothing."""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+import lightning_ups
+from lightning_ups.insight.tune.result import Result
+
+_FILE = "results.jsonl"
+
+
+class Store:
+    """Keeps results by key, in a file that several searches may append to.
+
+    Args:
+        folder: Where the file is; it is created with the first result.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / _FILE
+        self._results: dict[str, tuple[Result, float]] = {}
+        if self.path.exists():
+            for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+                try:
+                    row = json.loads(line)
+                    self._results[row["key"]] = Result.of(row["result"]), float(row["limit"])
+                except (ValueError, KeyError, TypeError):
+                    continue  # a line that was interrupted
+
+    def find(self, key: str, *, limit: float) -> Result | None:
+        """Return the result of ``key``; a hang counts only if it had at least ``limit`` seconds."""
+        result, had = self._results.get(key, (None, 0.0))
+        return None if result is None or (result.failure == "hang" and had < limit) else result
+
+    def add(self, key: str, result: Result, *, limit: float, about: Mapping[str, Any]) -> None:
+        """Append a result. ``about`` describes the trial for people who read the file."""
+        self._results[key] = result, limit
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        row = {"key": key, "limit": limit, **about, "result": result.as_dict()}
+        # One write to a file that is opened for appending is not mixed with those of other processes.
+        with self.path.open("ab", buffering=0) as file:
+            before = b"" if _ends_a_line(self.path) else b"\n"
+            file.write(before + json.dumps(row, default=str).encode() + b"\n")
+
+
+def default_folder() -> Path:
+    """Return the folder of results in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightning_ups", "trials")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    return {
+        "lightning_ups": lightning_ups.__version__,
+        "lightning": lightning.__version__,
+        "torch": str(torch.version.__version__),
+        "cuda": str(torch.version.cuda or torch.version.hip),
+        "python": platform.python_version(),
+    }
+
+
+def shape_of(module: nn.Module) -> str:
+    """Return a digest of the names, shapes and dtypes of parameters and buffers; the module may be on meta."""
+    values = [*module.named_parameters(), *module.named_buffers()]
+    return digest([(name, None if is_lazy(value) else [*value.shape], str(value.dtype)) for name, value in values])
+
+
+def digest(value: Any) -> str:
+    """Return a short digest of plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:20]
+
+
+def digest_of_files(paths: Iterable[str | Path]) -> str:
+    """Return a digest of the content of files; those that do not exist are left out."""
+    found = [Path(path) for path in paths]
+    return digest([path.read_text(encoding="utf-8", errors="replace") for path in found if path.is_file()])
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"

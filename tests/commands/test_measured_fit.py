@@ -1,0 +1,118 @@
+"""The fit of a trial, in this process; the engine's tests cover its process."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback
+
+from lightning_ups.__main__ import main
+from lightning_ups.insight.tune import Configuration, Effort, Engine, Result
+from tests import cli_toys
+
+
+class Full(cli_toys.Toy):
+    """Finds no memory."""
+
+    def training_step(self, batch, _):
+        raise torch.OutOfMemoryError("out of memory on purpose")
+
+
+class Marking(Callback):
+    """A user's callback that takes part."""
+
+    steps = 0
+
+    def on_train_batch_end(self, *_):
+        Marking.steps += 1
+
+
+def settings(model="tests.cli_toys.Toy", **trainer):
+    callbacks = [
+        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"},
+        {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"},
+        {"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss"}},
+        {"class_path": f"{__name__}.Marking"},
+    ]
+    return {
+        "model": {"class_path": model},
+        "data": {"class_path": "tests.cli_toys.Data", "init_args": {"size": 16}},
+        "trainer": {"accelerator": "cpu", "max_steps": 7, "callbacks": callbacks, **trainer},
+    }
+
+
+def measured(tmp_path, monkeypatch, given, *words, code=0, seconds=0.2):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "result"
+    folder.mkdir()
+    options = ["--folder", str(folder), "--seconds", str(seconds)]
+    try:
+        assert main(["measured_fit", *options, "--config", yaml.safe_dump(given), *words]) == code
+    except (KeyError, RuntimeError):  # of the user's code
+        assert code == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["result"]
+    failures = [*folder.glob("failure-*.json")]
+    return Result.of(json.loads((failures[0] if failures else folder / "result.json").read_text()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_fit_is_measured_and_leaves_no_files(tmp_path, monkeypatch):
+    Marking.steps = 0
+    found = measured(tmp_path, monkeypatch, settings(accumulate_grad_batches=2), seconds=2)
+    assert found.failure is None
+    assert found.samples_per_s * found.step_s == pytest.approx(8, rel=0.9)  # two batches of four in a step
+    assert found.tokens_per_s is None
+    assert found.steps >= 2
+    assert len(found.losses) == min(8, found.steps + found.warmup)
+    assert found.peak_bytes > 2**20
+    assert found.start_s > 0
+    assert (found.device, found.devices) == ("cpu", 1)
+    assert Marking.steps == 2 * (found.steps + found.warmup), "two batches a step; the user's callbacks run"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trial_far_below_the_floor_ends_early(tmp_path, monkeypatch):
+    found = measured(tmp_path, monkeypatch, settings(), "--floor", "1e9", seconds=100)
+    assert found.is_pruned
+    assert found.steps < 20
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("given", "words", "code", "kind", "part"),
+    [
+        (settings(f"{__name__}.Full"), [], 1, "out of memory", "on purpose"),
+        (settings(), ["--model.fail", "step"], 1, "crash", "the user's own error"),
+        (settings(), ["--trainer.callbacks+=Compile", "--trainer.callbacks.blocks=[none.*]"], 2, "refused", "none"),
+        (settings(), ["--trainer.devises", "2"], 2, "refused", "devices"),
+    ],
+)
+def test_failures_are_kept_with_their_kind(tmp_path, monkeypatch, given, words, code, kind, part):
+    found = measured(tmp_path, monkeypatch, given, *words, code=code)
+    assert found.failure == kind
+    assert part in found.text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_epoch_of_one_step_has_no_time(tmp_path, monkeypatch):
+    given = settings()
+    given["data"]["init_args"]["size"] = 4
+    found = measured(tmp_path, monkeypatch, given)
+    assert found.failure == "refused"
+    assert "at least two steps" in found.text
+
+
+def test_a_trial_in_its_own_process(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings()))
+    python = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+    python += "from lightning_ups.__main__ import main\nsys.exit(main(['measured_fit', *sys.argv[1:]]))"
+    with Engine(command=[sys.executable, "-c", python]) as engine:
+        configuration = Configuration(words=["--config", str(file)], fragments=["model: {init_args: {width: 16}}"])
+        found = engine.run(configuration, Effort(seconds=0.2))
+    assert found.failure is None, found.text
+    assert found.samples_per_s > 0
+    assert found.start_s > 1, "from the start of the process"

@@ -1,0 +1,44 @@
+import torch
+from torch import nn
+
+from lightning_ups.insight.tune import Result, Store, default_folder, digest, digest_of_files, shape_of, versions
+
+
+def test_results_are_found_again_and_an_interrupted_line_is_skipped(tmp_path):
+    store = Store(tmp_path / "new")
+    store.add("a", Result(samples_per_s=1.0), limit=9, about={"words": ["x"]})
+    with store.path.open("a") as file:
+        file.write('{"key": "b", "resu')
+    again = Store(tmp_path / "new")
+    assert again.find("a", limit=9) == Result(samples_per_s=1.0)
+    assert again.find("b", limit=9) is None
+    again.add("c", Result(failure="crash", text="t"), limit=9, about={})
+    assert Store(tmp_path / "new").find("c", limit=99) == Result(failure="crash", text="t")
+
+
+def test_a_hang_is_tried_again_with_a_longer_limit(tmp_path):
+    store = Store(tmp_path)
+    store.add("a", Result(failure="hang"), limit=10, about={})
+    assert store.find("a", limit=10) is not None
+    assert store.find("a", limit=11) is None
+
+
+def test_the_shape_of_a_module_depends_on_names_sizes_and_dtypes():
+    with torch.device("meta"):
+        modules = [nn.Linear(2, 3), nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(2, 3, dtype=torch.bfloat16)]
+    modules.append(nn.LazyLinear(2))
+    assert len({shape_of(module) for module in modules}) == 4
+
+
+def test_digests_depend_on_contents(tmp_path):
+    (tmp_path / "a").write_text("1")
+    before = digest_of_files([tmp_path / "a", tmp_path / "absent"])
+    (tmp_path / "a").write_text("2")
+    assert digest_of_files([tmp_path / "a"]) != before
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+
+
+def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "lightning_ups" / "trials"
+    assert versions()["torch"].startswith("2.")
