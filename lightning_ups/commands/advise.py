@@ -34,7 +34,6 @@ from lightning_ups.insight.advise import (
     where,
 )
 from lightning_ups.order import PolicyPrecision, Stage, Weights, policy_of
-from lightning_ups.order.arguments import check_least
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.precision.converting import check_head
 from lightning_ups.transforms.casting import kept_in_float32, within
@@ -122,7 +121,8 @@ def advise(
         )
     if dry and (table or steps):
         raise ValueError("--dry times nothing and looks at neither --table nor --steps. Leave them out, or --dry.")
-    check_least("tokens", tokens, 1, of="advise", why="It is a number of rows.", optional=True)
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"--tokens {tokens} is out of range: it is a number of rows. Give 1 or more, or leave it out.")
     can_time = trial.run.accelerator == "cuda" and torch.cuda.is_available()
     device = torch.device("cuda", 0) if can_time else torch.device("cpu")
     if not (dry or table or timer or can_time):

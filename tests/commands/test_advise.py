@@ -123,7 +123,7 @@ INCLUDE = {"plugins": [Float8Precision(emulate=True, include=["blocks.*.1"])]}
         ({}, {"steps": 5}, "--steps 5 .*--steps 0"),
         ({}, {"dry": True, "table": Path("h200.json")}, "--dry .*--table"),
         ({}, {"dry": True, "steps": 15}, "--dry .*--steps"),
-        ({}, {"dry": True, "tokens": 0}, r"advise\(tokens=0\).*1 or more"),
+        ({}, {"dry": True, "tokens": 0}, "--tokens 0 is.*1 or more"),
         ({}, {"dry": True, "recipes": ["current"]}, "no recipe 'current'.*te-current"),
         (INCLUDE, {"dry": True, "head": True}, r"include=\['blocks\.\*\.1'\], head=True"),
     ],
