@@ -9,6 +9,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
+from lightning_ups import callbacks
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.activation_offload import offload_activations
@@ -91,6 +92,18 @@ def test_a_precision_is_refused_by_name(made, instead):
         fabric.launch()
         with pytest.raises(TypeError, match=rf"{made.__name__} is a precision for Trainer.*{instead}"):
             fabric.setup(nn.Linear(16, 16))
+
+
+@pytest.mark.parametrize("name", callbacks.__all__)
+def test_a_callback_is_refused_by_name(name):
+    made = getattr(callbacks, name)
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[made.__new__(made)])
+    with pytest.raises(TypeError, match=f"^{name} is a callback for a Trainer") as error:
+        fabric.setup(nn.Linear(16, 16))
+    for function, module in re.findall(
+        rf"^\| `{name}` \| `(\w+)\(.*` of `(\S+)`", PAGE.read_text(), flags=re.MULTILINE
+    ):
+        assert f"{function}() of {module}" in str(error.value)
 
 
 class Forward(Net):

@@ -68,6 +68,7 @@ class AccelerationFlags(Declaration):
     """
 
     stage = Stage.CONVERT  # the first: compiled code has the attention kernel and TF32 baked in
+    in_fabric = "Open the context accelerated() of lightning_ups.transforms.flags instead."
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ class ActivationOffload(Declaration):
     """
 
     stage = Stage.OFFLOAD
+    in_fabric = "Open the context offload_activations() of lightning_ups.transforms.activation_offload instead."
     moves_saved = True
 
     def __init__(

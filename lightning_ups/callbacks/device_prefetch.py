@@ -19,7 +19,7 @@ from lightning_ups._compat.lightning.transfer import (
     own_hooks,
     training_iterators,
 )
-from lightning_ups.order import report_of
+from lightning_ups.order import TrainerOnly, report_of
 from lightning_ups.order.arguments import check_finite
 from lightning_ups.transforms.prefetch import MIN_BYTES, CopiesAhead, CopyCounts, lane_for
 
@@ -27,7 +27,7 @@ _PART = "DevicePrefetch"
 _SEEN = 3  # batches, after which it is known how they reach the device
 
 
-class DevicePrefetch(Callback):
+class DevicePrefetch(Callback, TrainerOnly):
     """Copy the next batch to the GPU on a separate stream, while the current step computes.
 
     Hooks, loaders and random numbers run in the same order, so losses are bitwise equal, and a checkpoint does not

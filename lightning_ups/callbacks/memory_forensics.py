@@ -33,7 +33,7 @@ from lightning_ups.insight.memory import (
     readable,
 )
 from lightning_ups.insight.report import run_folder
-from lightning_ups.order import Run, Stage
+from lightning_ups.order import Run, Stage, TrainerOnly
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.quoted import first_line, quoted
 
@@ -41,7 +41,7 @@ _EVERY = 10  # batches between two reads of the counters
 _RETRIES, _ALLOCATED, _RESERVED = "num_alloc_retries", "allocated_bytes.all.current", "reserved_bytes.all.current"
 
 
-class MemoryForensics(Callback):
+class MemoryForensics(Callback, TrainerOnly):
     """Explain out-of-memory errors, and warn before they happen.
 
     The text of the error becomes: where it happened; what is held, by kind and by block; what the run needs at its

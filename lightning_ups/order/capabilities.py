@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
@@ -127,7 +127,22 @@ class Compilation:
     blocks: Sequence[str] | None = None
 
 
-class OnlyOne:
+class TrainerOnly:
+    """A callback that Fabric refuses: Fabric accepts any object as a callback, and calls none of its Trainer hooks."""
+
+    in_fabric: ClassVar[str] = "Leave it out, or train with a Trainer."
+
+    def on_after_setup(self, fabric: object, module: object) -> NoReturn:
+        """Called by `Fabric.setup`, and never by a Trainer.
+
+        Raises:
+            TypeError: Always.
+        """
+        name = type(self).__name__
+        raise TypeError(f"{name} is a callback for a Trainer, and has no effect in Fabric. {self.in_fabric}")
+
+
+class OnlyOne(TrainerOnly):
     """A callback that a Trainer can have only once, because it follows the whole run."""
 
 

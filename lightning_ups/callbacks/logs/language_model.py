@@ -11,10 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_ups.order import TrainerOnly
 from lightning_ups.order.arguments import check_finite, check_least
 
 
-class TextSample(Callback):
+class TextSample(Callback, TrainerOnly):
     """Print a generated text at the end of fit.
 
     The LightningModule must have ``generate(tokens, *, num_tokens, temperature, top_k, seed)``, which takes and returns
@@ -122,7 +123,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-class UnigramBaseline(Callback):
+class UnigramBaseline(Callback, TrainerOnly):
     """Print the validation loss, the unigram entropy of the training tokens, and their ratio at the end of fit.
 
     The unigram entropy is the loss of a model that knows only how frequent each token is. A ratio of one means that the

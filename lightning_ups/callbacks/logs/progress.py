@@ -12,10 +12,11 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
 from lightning_ups.insight.late_values import LateValues, comes_late
+from lightning_ups.order import TrainerOnly
 from lightning_ups.order.arguments import check_least
 
 
-class LeanProgressBar(TQDMProgressBar):
+class LeanProgressBar(TQDMProgressBar, TrainerOnly):
     """Show the progress of the run and logged metrics, without waiting for a GPU.
 
     Lightning reads a metric that is logged with ``prog_bar=True`` in ``training_step`` at every step, whatever the

@@ -30,11 +30,12 @@ from lightning_ups.insight.report import (
     write_pictures,
 )
 from lightning_ups.insight.throughput import PHASE_NAMES, Summary, checks, first_change, rows
+from lightning_ups.order import TrainerOnly
 from lightning_ups.transforms.patching import instead_of
 from lightning_ups.transforms.quoted import quoted
 
 
-class TrainingReport(Callback):
+class TrainingReport(Callback, TrainerOnly):
     """Write one HTML page at the end of fit, which needs no network, and PNGs of its charts.
 
     The page has the curves of all logged metrics, the last version of each image in TensorBoard or W&B, and the best
