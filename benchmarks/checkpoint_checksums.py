@@ -30,7 +30,7 @@ changes from round to round.
 
 --breakdown adds the seconds of all lanes in each part of a load, and during how many of them a core was at work, which
 may be waiting for a GPU. A part within another one counts once. It costs some microseconds for each part, on all sides.
-Each lane runs `start sums`, `wait for sums` and `compare sums` when it has read its share.
+One thread runs `verify` when all lanes have read their share.
 
 The last command compares checksums by GB/s on one core, in pieces of one MiB: of 512 MB in memory, and of one piece
 that stays in the cache.
@@ -335,8 +335,7 @@ def _parts() -> Iterator[dict[str, list[float]]]:
         "start copies": (lanes._Buffer, "send"),
         "wait for copies": (lanes._Buffer, "wait"),
         "verify": (lanes.Lane, "verify"),
-        "start sums": (lanes._Buffer, "fetch_sums"),
-        "wait for sums": (lanes._Buffer, "content"),
+        "sum on device": (lanes, "device_sums"),
         "compare sums": (checksums.Chunks, "check"),
         "sum on host": (checksums, "_check_bytes"),
         "wait for helpers": (checksums.Verifier, "wait"),
@@ -345,8 +344,6 @@ def _parts() -> Iterator[dict[str, list[float]]]:
 
     def with_time(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if getattr(within, "part", None) == "wait for sums":  # not for copies
-                return function(*args, **kwargs)
             outer, within.spent = getattr(within, "spent", (0.0, 0.0)), (0.0, 0.0)
             outer_part, within.part = getattr(within, "part", None), part
             start, cpu = time.perf_counter(), time.thread_time()

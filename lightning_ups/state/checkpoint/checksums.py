@@ -1,19 +1,22 @@
 """Checksums of the files of a checkpoint: computed while a file is written, verified while it is read.
 
-Note [Which checksum]. The 64-bit words of each 4 KiB row are added up, and CRC-32 runs over these sums. A flipped bit
-changes the sum of its row, and a row in another place changes the CRC. numpy adds as fast as memory is read (43 GB/s
-from the cache on one core of a server, as XXH3), where CRC-32 of all bytes runs at 4 GB/s and SHA-256 at 1 GB/s.
+Note [Which checksum]. The 64-bit words of each 4 KiB row are added up. numpy adds as fast as memory is read (43 GB/s
+from the cache on one core of a server, as XXH3), where CRC-32 of all bytes runs at 4 GB/s and SHA-256 at 1 GB/s. For
+the chunks of a tensor, each sum is mixed, multiplied by an odd number that belongs to its place, and all are added up
+modulo 2**64: NumPy does that for many chunks in a few calls, and a GPU does it in the same way. Mixing and multiplying
+can be undone, so a change in one row changes the result; rows that change places change it because of the numbers. For
+everything else, CRC-32 runs over the sums.
 
 Note [Records]. What DCP saves of one tensor is a record: a run of bytes in a ``.distcp`` file. ``torch.save`` puts a
 zip header before the tensor's bytes and a directory after them. Head and tail have a checksum each, and the bytes
 between have one for each chunk, so that a rank that needs a part of a tensor verifies the chunks that it reads.
 
-Note [Sums on the device]. Saving and loading are limited by the cores and the memory of the host. The sums of the rows
-of a tensor on a GPU are therefore computed there, in one call for each tensor. The host receives 8 bytes per row, and
-only computes CRC-32 of these sums and of the bytes after the last row.
+Note [Sums on the device]. Saving and loading are limited by the cores and the memory of the host. The checksums of the
+chunks of a tensor on a GPU are therefore computed there, except for a last chunk that does not consist of whole rows.
+The host receives 8 bytes per chunk.
 
-While a checkpoint is loaded, a thread only reads: launching sums in between would make the others wait in Python. When
-it has read its share, it launches the sums of its tensors and compares them, while the others may still read.
+While a checkpoint is loaded, threads only read: launching kernels in between would make the others wait for the GIL.
+When all have read their share, one thread launches the sums of all tensors and compares them.
 """
 
 import json
@@ -21,6 +24,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -29,10 +33,11 @@ import torch
 from torch import Tensor
 
 CHECKSUMS = "checksums.json"
-CHUNK = 4 * 2**20  # bytes: zlib releases the GIL for the CRC-32 of the sums of a chunk from 2.5 MiB on
+CHUNK = 4 * 2**20  # bytes
 ROW = 4096  # bytes
 _BUFFER = 2**20  # bytes: small enough to stay in a core's cache between being read and being summed
 _WORTH = 2**18  # bytes from which another thread, or the GPU, is used
+_ODD = 0x9E3779B97F4A7C15  # its bits look random
 
 
 class DamagedFileError(ValueError):
@@ -74,23 +79,30 @@ def worth_summing_on_device(row: Tensor, *, chunk: int) -> bool:
     return row.nbytes >= _WORTH and is_aligned and chunk % ROW == 0
 
 
-def row_sums(data: Sequence[Tensor]) -> Tensor:
-    """Return the sums of the 64-bit words of each complete row of ``data``, bytes of one device, which computes them.
+def device_sums(data: Sequence[Tensor], chunk: int) -> list[int]:
+    """Return the checksums of all chunks of ``data``, whole rows of bytes on one device, which computes them.
 
-    They wrap around, like those of NumPy.
+    Args:
+        data: Each begins at the start of a chunk.
+        chunk: Bytes of each chunk, except for the last one of each of ``data``.
     """
-    words = [each[: each.nbytes // ROW * ROW].view(torch.int64).view(-1, ROW // 8) for each in data]
-    counts = [len(each) for each in words]
+    rows = [each.view(torch.int64).view(-1, ROW // 8) for each in data]
+    per_chunk = chunk // ROW
+    sizes = [-(-len(each) // per_chunk) * per_chunk for each in rows]
     try:
-        sums = torch.empty(sum(counts), dtype=torch.int64, device=words[0].device)
-        for each, part in zip(words, sums.split(counts), strict=True):
-            torch.sum(each, 1, out=part)
+        sums = torch.zeros(sum(sizes), dtype=torch.int64, device=data[0].device)
+        for each, room in zip(rows, sums.split(sizes), strict=True):
+            torch.sum(each, 1, out=room[: len(each)])
+        sums = (sums ^ ((sums >> 32) & 0xFFFFFFFF)) * (_ODD - 2**64)  # as _mixed, of signed numbers
+        sums = (sums ^ ((sums >> 29) & (2**35 - 1))).view(-1, per_chunk)
+        sums *= torch.from_numpy(_places(per_chunk).view("<i8")).to(sums.device)
+        return sums.sum(1).cpu().numpy().view("<u8").tolist()
     except torch.OutOfMemoryError:  # a checkpoint can still be saved and loaded when the GPU is full
-        return torch.cat([each.cpu().sum(1) for each in words])
-    return sums
+        hosts = (memoryview(each.cpu().numpy()) for each in data)  # type: ignore[arg-type]
+        return [found for host in hosts for found in _sums(host, chunk)]
 
 
-def _sums(view: memoryview, chunk: int, row_sums: memoryview | None = None) -> list[int]:
+def _sums(view: memoryview, chunk: int) -> list[int]:
     """Return the checksum of each ``chunk`` bytes of ``view``, whose rows are all summed in one call.
 
     NumPy releases the GIL during the call; many short calls would make threads wait for one another.
@@ -98,27 +110,28 @@ def _sums(view: memoryview, chunk: int, row_sums: memoryview | None = None) -> l
     Args:
         view: Bytes.
         chunk: Bytes of each chunk except the last.
-        row_sums: The sums of all complete rows of ``view``, if known.
     """
     if chunk % ROW:
         return [checksum(view[start : start + chunk]) for start in range(0, len(view), chunk)]
-    rows = len(view) // ROW
-    if row_sums is None:
-        words = np.frombuffer(view, dtype="<u8", count=rows * ROW // 8).reshape(rows, ROW // 8)
-        row_sums = memoryview(np.add.reduce(words, axis=1)).cast("B")
-    return _sums_of_rows(row_sums, view[rows * ROW :], chunk)
-
-
-def _sums_of_rows(row_sums: memoryview, rest: bytes | memoryview, chunk: int) -> list[int]:
-    """Return the checksum of each ``chunk`` bytes, from the sums of the rows and the bytes after the last row."""
-    rows, each = len(row_sums) // 8, chunk // ROW
-    sums = [zlib.crc32(row_sums[8 * start : 8 * (start + each)]) for start in range(0, rows, each)]
+    count = len(view) // ROW
+    per_chunk, rest = min(chunk // ROW, count + 1), view[count * ROW :]
+    sums = np.zeros((-(-len(view) // chunk), per_chunk), dtype="<u8")
+    words = np.frombuffer(view, dtype="<u8", count=count * ROW // 8).reshape(count, ROW // 8)
+    np.add.reduce(words, axis=1, out=sums.reshape(-1)[:count])
     if rest:
-        if rows % each:
-            sums[-1] = zlib.crc32(rest, sums[-1])
-        else:
-            sums.append(zlib.crc32(rest))
-    return sums
+        sums.reshape(-1)[count] = zlib.crc32(rest) + (len(rest) << 32)
+    return (_mixed(sums) * _places(per_chunk)).sum(axis=1, dtype="<u8").tolist()
+
+
+def _mixed(words: Any) -> Any:
+    words = (words ^ (words >> 32)) * np.uint64(_ODD)
+    return words ^ (words >> 29)
+
+
+@lru_cache
+def _places(count: int) -> Any:
+    """Return an odd number for each of ``count`` places."""
+    return _mixed(np.arange(1, count + 1, dtype="<u8") * np.uint64(_ODD)) | 1
 
 
 @dataclass(frozen=True)
@@ -148,10 +161,10 @@ class Record:
 
 
 class Piece(NamedTuple):
-    """Bytes of a tensor on the host, and the sums of their complete rows if a device has computed them."""
+    """Bytes of a tensor on the host, and the checksums of the first chunks if a device has computed them."""
 
     data: memoryview
-    row_sums: memoryview | None = None
+    sums: Sequence[int] = ()
 
 
 @dataclass
@@ -175,12 +188,14 @@ class SummedRecord:
 
     def write_body(self, pieces: Iterable[Piece]) -> None:
         """Write the bytes of the tensor, in pieces of whole chunks except for the last piece."""
-        for view, row_sums in pieces:
-            if row_sums is not None or len(view) < _WORTH:
-                self._sums += _sums(view, self.chunk, row_sums)
+        for view, known in pieces:
+            self._sums += known
+            rest = view[len(known) * self.chunk :]
+            if len(rest) < _WORTH:
+                self._sums += _sums(rest, self.chunk)
                 self.stream.write(view)
             else:
-                sums = self.helpers.submit(_sums, view, self.chunk)
+                sums = self.helpers.submit(_sums, rest, self.chunk)
                 self.stream.write(view)
                 self._sums += sums.result()
             self.length += len(view)
@@ -213,19 +228,13 @@ class Chunks:
     chunk: int
     name: str
 
-    def split(self, nbytes: int) -> Iterator["Chunks"]:
-        """Yield them in groups of at most ``nbytes``, which must be whole chunks."""
-        for start in range(0, self.data.nbytes, nbytes):
-            expected = self.expected[start // self.chunk : (start + nbytes) // self.chunk]
-            yield Chunks(self.data[start : start + nbytes], expected, self.chunk, self.name)
-
-    def check(self, row_sums: memoryview) -> None:
-        """Verify them from the sums of their rows.
+    def check(self, found: Sequence[int]) -> None:
+        """Compare the checksums that were ``found`` with the expected ones.
 
         Raises:
-            DamagedFileError: If they differ from what was written.
+            DamagedFileError: If they differ.
         """
-        _check(_sums_of_rows(row_sums, b"", self.chunk), self.expected, self.name)
+        _check(found, self.expected, self.name)
 
 
 class Verifier:
@@ -387,7 +396,9 @@ class RecordReader:
     def _fill(self, room: memoryview, place: int, number: int) -> None:
         self._read(room, place)
         assert self._record is not None
-        _check([checksum(room)], self._record.sums[number : number + 1], self._name)
+        sums, chunk = self._record.sums, self._record.chunk
+        is_chunk = 0 < number < len(sums) - 1
+        _check(_sums(room, chunk) if is_chunk else [checksum(room)], sums[number : number + 1], self._name)
 
     def _read(self, room: memoryview, place: int) -> None:
         self._file.seek(self._offset + place)

@@ -43,7 +43,8 @@ from lightning_ups.state.checkpoint.checksums import (
     from_json,
 )
 
-FORMAT = 1
+FORMAT = 2
+UNVERIFIED = 1  # the format whose checksums are computed in another way, and not verified
 MARKER = "complete.json"
 META = "meta.pt"  # same name as in Lightning's ModelParallelStrategy
 _STARTED = "incomplete"
@@ -419,16 +420,17 @@ def _sum_of(marker: Mapping[str, Any]) -> int:
 def check_format(path: Path) -> None:
     """Raise ValueError if the checkpoint folder at ``path`` has an unknown format."""
     found = (_marker(path) or {}).get("format", FORMAT)
-    if type(found) is not int or found != FORMAT:
+    if type(found) is not int or found not in (UNVERIFIED, FORMAT):
         raise ValueError(
-            f"{path} is a checkpoint of format {found!r:.40}. This version of lightning_ups reads format {FORMAT}."
-            " A later version wrote it: update lightning_ups, or give another checkpoint."
+            f"{path} is a checkpoint of format {found!r:.40}. This version of lightning_ups reads format {FORMAT} and"
+            " earlier ones. A later version wrote it: update lightning_ups, or give another checkpoint."
         )
 
 
 def has_checksums(path: Path) -> bool:
     """Return whether the checkpoint folder at ``path`` has checksums; older and foreign ones have none."""
-    return "checksums" in (_marker(path) or {})
+    marker = _marker(path) or {}
+    return "checksums" in marker and marker.get("format") != UNVERIFIED
 
 
 def verify(path: Path) -> None:
@@ -448,8 +450,8 @@ def records(path: Path) -> dict[tuple[str, int], Record] | None:
     Raises:
         DamagedFileError: If the file of checksums is damaged.
     """
-    marker = _marker(path) or {}
-    if "checksums" not in marker:
+    marker = _marker(path)
+    if marker is None or not has_checksums(path):
         return None
     verify(path / CHECKSUMS)
     try:
@@ -477,10 +479,10 @@ def damaged(path: Path) -> list[str]:
                 return [] if is_plain and archive.testzip() is None else [path.name]
         except (zipfile.BadZipFile, EOFError, ValueError):
             return [path.name]
-    marker = _marker(path) or {}
-    if "checksums" not in marker:
+    marker = _marker(path)
+    if marker is None or not has_checksums(path):
         raise ValueError(
-            f"{path} has no checksums, so that nothing can be verified: an earlier version or another program wrote it."
+            f"{path} has no checksums that can be verified: an earlier version or another program wrote it."
         )
     found = {name for name, expected in marker["checksums"].items() if checksum_of_file(path / name) != expected}
     if CHECKSUMS not in found:

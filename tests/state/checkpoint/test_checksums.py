@@ -10,7 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +24,7 @@ from lightning_ups.state.checkpoint.checksums import (
     Verifier,
     checksum,
 )
-from lightning_ups.state.checkpoint.io import lanes, reading, writing
+from lightning_ups.state.checkpoint.io import lanes, reading
 from lightning_ups.state.checkpoint.io.lanes import Lane
 from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
 
@@ -171,10 +170,10 @@ def test_the_end_of_a_tensor_is_verified_while_the_next_one_is_read(tmp_path, mo
     reads, summed, stock = [], [], sums._sums
     may_end = threading.Event()
 
-    def slow(view, chunk, row_sums=None):
+    def slow(view, chunk):
         summed.append(len(reads))
         assert may_end.wait(10)
-        return stock(view, chunk, row_sums)
+        return stock(view, chunk)
 
     def noted(self, room, place):
         reads.append(len(room))
@@ -239,9 +238,14 @@ def save_at_edges(path, *, device="cpu", offset=0):
 @contextmanager
 def device_sums(patch):
     """Give a list of how many bytes of tensors the device has summed, one entry for each tensor."""
-    found, stock = [], lanes.row_sums
+    found, stock = [], lanes.device_sums
+
+    def noted(data, chunk):
+        found.extend(each.nbytes for each in data)
+        return stock(data, chunk)
+
     with patch.context() as inner:
-        inner.setattr(lanes, "row_sums", lambda data: (found.extend(each.nbytes for each in data), stock(data))[1])
+        inner.setattr(lanes, "device_sums", noted)
         yield found
 
 
@@ -252,10 +256,10 @@ def test_the_device_computes_the_sums_that_the_host_computes(tmp_path, monkeypat
     save_at_edges(tmp_path / "host", offset=offset)
     if device == "cpu":
         monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
-    large = [2**18, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5000] if offset % 8 == 0 else []
+    whole_chunks = [2**18, CHUNK, CHUNK, 2 * CHUNK] if offset % 8 == 0 else []
     with device_sums(monkeypatch) as summed:
         tensors = save_at_edges(tmp_path / "device", device=device, offset=offset)
-    assert sorted(summed) == large, "the others are smaller than 256 KiB, or not aligned to 8 bytes"
+    assert sorted(summed) == whole_chunks, "the others are smaller than 256 KiB, or not aligned to 8 bytes"
     contents = [(tmp_path / name / sums.CHECKSUMS).read_bytes() for name in ("host", "device")]
     assert contents[0] == contents[1]
     targets = {
@@ -264,8 +268,7 @@ def test_the_device_computes_the_sums_that_the_host_computes(tmp_path, monkeypat
     targets = {name: memory[offset:] for name, memory in targets.items()}
     with device_sums(monkeypatch) as summed:
         read_into(targets, FolderReader(tmp_path / "host", threads=1))
-    whole_chunks = [2**18, CHUNK, CHUNK, 2 * CHUNK]
-    assert sorted(summed) == (whole_chunks if large else []), "the host verifies a last chunk that is not whole rows"
+    assert sorted(summed) == whole_chunks, "the host verifies a last chunk that is not whole rows"
     assert same(targets, tensors)
 
 
@@ -276,16 +279,16 @@ def test_a_device_sums_many_tensors_at_once_when_a_thread_has_filled_them(tmp_pa
     Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
     targets, stock = (
         {f"state_dict.{name}": torch.zeros_like(weight) for name, weight in tensors.items()},
-        lanes.row_sums,
+        lanes.device_sums,
     )
 
-    def noted(data):
+    def noted(data, chunk):
         seen.append(len(data))
         assert all(targets[f"state_dict.{name}"].equal(weight) for name, weight in tensors.items())
-        return stock(data)
+        return stock(data, chunk)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lanes, "row_sums", noted)
+        patch.setattr(lanes, "device_sums", noted)
         patch.setattr(lanes, "BATCH", batch * CHUNK)
         patch.setattr(Lane, "_direct", lambda self, row: False)
         read_into(targets, FolderReader(tmp_path / "a", threads=1))
@@ -298,21 +301,18 @@ def test_a_device_sums_many_tensors_at_once_when_a_thread_has_filled_them(tmp_pa
         read_into(targets, FolderReader(tmp_path / "a", threads=1))
 
 
-def test_a_device_verifies_chunks_of_an_older_size(tmp_path, monkeypatch):
+def test_a_checkpoint_with_checksums_of_the_first_kind_is_loaded_unverified(tmp_path, monkeypatch):
     tensors = {"w": torch.randn(3 * 2**18)}
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "CHUNK", 2**20)
+        patch.setattr(folder, "FORMAT", folder.UNVERIFIED)
+        patch.setattr(sums, "_sums", lambda view, chunk: [0] * -(-len(view) // chunk))
         Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
-    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
     targets = {"state_dict.w": torch.zeros_like(tensors["w"])}
-    with device_sums(monkeypatch) as summed:
-        read_into(targets, FolderReader(tmp_path / "a", threads=1))
-    assert summed == [3 * 2**20]
+    read_into(targets, FolderReader(tmp_path / "a", threads=1))
     assert same(targets, {"state_dict.w": tensors["w"]})
-    (file,) = (tmp_path / "a").glob("*.distcp")
-    flip(file, 8 * (2 * 2**20 + 5000))
-    with pytest.raises(DamagedFileError, match=file.name):
-        read_into(targets, FolderReader(tmp_path / "a", threads=1))
+    assert not folder.has_checksums(tmp_path / "a")
+    with pytest.raises(ValueError, match="no checksums that can be verified"):
+        folder.damaged(tmp_path / "a")
 
 
 def test_torch_parses_each_kind_of_tensor_once(tmp_path, monkeypatch):
@@ -328,11 +328,35 @@ def test_torch_parses_each_kind_of_tensor_once(tmp_path, monkeypatch):
     assert all(targets[f"state_dict.{name}"].equal(weight) for name, weight in tensors.items())
 
 
-def test_sums_of_rows_wrap_around_on_the_device_as_on_the_host():
-    words = torch.full((2, 512), -1)  # 2**64 - 1 as the host reads it
-    words[1] = torch.iinfo(torch.int64).max
-    found = sums.row_sums([words.view(-1).view(torch.uint8)])
-    assert found.numpy().tobytes() == np.add.reduce(words.numpy().view("<u8"), axis=1).tobytes()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=1))])
+@pytest.mark.parametrize(
+    "word", [-1, torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min, 1, 0x3FF0000000000000]
+)
+def test_sums_wrap_around_on_the_device_as_on_the_host(device, word):
+    chunk = 2**14
+    data = [torch.full((size // 8,), word).view(torch.uint8) for size in (2**12, 5 * 2**12, 2**15)]
+    host = [found for each in data for found in sums._sums(memoryview(each.numpy()), chunk)]
+    assert sums.device_sums([each.to(device) for each in data], chunk) == host
+    assert len(host) == 1 + 2 + 2
+
+
+def test_a_bit_of_a_row_and_two_rows_that_change_places_change_the_checksum_of_a_chunk():
+    """Rows of one value each have sums that differ in few bits."""
+    chunk = 2**15
+    values = torch.tensor([float(2**index) for index in range(chunk // 4096)], dtype=torch.float64)
+    rows = values.repeat_interleave(512).view(-1, 512)
+    (before,) = sums._sums(memoryview(rows.view(-1).view(torch.uint8).numpy()), chunk)
+    found = {before}
+    for one, other in itertools.combinations(range(len(rows)), 2):
+        swapped = rows.clone()
+        swapped[[one, other]] = rows[[other, one]]
+        found |= {*sums._sums(memoryview(swapped.view(-1).view(torch.uint8).numpy()), chunk)}
+    data = bytearray(rows.numpy().tobytes())
+    for bit in range(0, 8 * chunk, 4093):
+        data[bit // 8] ^= 1 << bit % 8
+        found |= {*sums._sums(memoryview(data), chunk)}
+        data[bit // 8] ^= 1 << bit % 8
+    assert len(found) == 1 + 8 * 7 // 2 + len(range(0, 8 * chunk, 4093))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=1))])
@@ -356,15 +380,15 @@ def test_flips_are_found_by_the_sums_of_the_device(tmp_path, monkeypatch, device
 @pytest.mark.parametrize("size", [2**20, 20 * 2**20])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=1))])
 def test_bytes_that_change_on_the_way_to_the_device_are_refused(tmp_path, monkeypatch, device, size):
-    def changed(data):
+    def changed(data, chunk):
         data[-1][-4096] ^= 1
-        return stock(data)
+        return stock(data, chunk)
 
-    stock = lanes.row_sums
+    stock = lanes.device_sums
     if device == "cpu":
         monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
     Saver(asynchronous=False).save({"w": torch.randn(size // 4)}, files={}, path=tmp_path / "a")
-    monkeypatch.setattr(lanes, "row_sums", changed)
+    monkeypatch.setattr(lanes, "device_sums", changed)
     with pytest.raises(DamagedFileError, match="distcp is damaged"):
         read_into({"w": torch.zeros(size // 4, device=device)}, FolderReader(tmp_path / "a"))
 

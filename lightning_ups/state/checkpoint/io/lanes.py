@@ -1,8 +1,8 @@
 """Moves the bytes of tensors between host or GPU memory and files, several at once.
 
 A lane is the working state of one thread. It moves bytes of the host directly. Between a GPU and a file it alternates
-between two small pinned buffers: while the file is written from one, the GPU fills the other. The GPU also sums the
-rows of each tensor, see Note [Sums on the device].
+between two small pinned buffers: while the file is written from one, the GPU fills the other. The GPU also computes
+checksums, see Note [Sums on the device].
 
 Note [Who has a lane]. A lane in use belongs to one call alone. It is kept for the next call only if all threads of the
 call have ended without an error; after an error or an interrupt, nobody uses its buffers again. All threads end before
@@ -30,7 +30,7 @@ from lightning_ups.state.checkpoint.checksums import (
     Chunks,
     Piece,
     RecordReader,
-    row_sums,
+    device_sums,
     worth_summing_on_device,
 )
 
@@ -39,7 +39,7 @@ PIECE = 8 * 2**20  # bytes: long enough for the bus, while two per lane fit into
 MOST = 8
 _PLAIN = (Tensor, nn.Parameter)
 WORTH = 16 * 2**20  # bytes for which another lane is opened
-BATCH = 128 * CHUNK  # bytes whose sums, a MiB, are compared while a GPU computes those of the next
+BATCH = 4 * 2**30  # bytes whose checksums are computed at once; the sums of their rows take 8 MiB
 # bytes: smaller tensors are bound by Python and not by the disk, and threads only disturb each other
 SMALL = 64 * 2**10
 
@@ -120,11 +120,12 @@ class Lanes:
         def work_to_the_end(number: int) -> None:
             work(lanes[number], number, parts[number])
             lanes[number].settle()
-            lanes[number].verify()
 
         crew = _Crew(lanes, work_to_the_end, size=len(parts))
         try:
             crew.work()
+            for lane in lanes:
+                lane.verify()
         except BaseException:
             try:
                 crew.end()
@@ -210,7 +211,8 @@ class Lane:
     """
 
     def __init__(self, *, piece: int = PIECE) -> None:
-        self.piece, self._buffers = piece, dict[torch.device, tuple[_Buffer, _Buffer]]()
+        self.piece, self.chunk = piece, min(CHUNK, piece)
+        self._buffers = dict[torch.device, tuple[_Buffer, _Buffer]]()
         self._stopped, self._filled = False, 0
         self._unverified = list[Chunks]()
 
@@ -234,11 +236,12 @@ class Lane:
                 yield Piece(_memory(piece))
             return
         buffers, fetched = self._both(source.device), list[_Buffer]()
-        sums = buffers[0].row_sums(source) if worth_summing_on_device(source, chunk=self.piece) else None
+        is_worth = worth_summing_on_device(source, chunk=self.chunk)
+        sums, per_piece = buffers[0].sums(source, self.chunk) if is_worth else [], self.piece // self.chunk
         for number, piece in enumerate(source.split(self.piece)):
             self.check()
             buffer = buffers[number % 2]
-            buffer.fetch(piece, None if sums is None else _sums_of(sums, number * self.piece, piece.nbytes))
+            buffer.fetch(piece, sums[number * per_piece : (number + 1) * per_piece])
             if fetched:
                 yield fetched.pop().content()
             fetched.append(buffer)
@@ -267,7 +270,7 @@ class Lane:
         self._fill(chunks.data, reader, place + start, verify=False)
         if end < target.nbytes:
             self._fill(target[end:], reader, place + end)
-        self._unverified += chunks.split(BATCH)
+        self._unverified.append(chunks)
 
     def _fill(self, target: Tensor, reader: RecordReader, place: int, *, verify: bool = True) -> None:
         for piece in target.split(self.piece) if target.nbytes else ():
@@ -288,21 +291,18 @@ class Lane:
                 buffer.wait()
 
     def verify(self) -> None:
-        """Verify the chunks that are on their device: while the host compares some sums, the device computes others.
+        """Verify the chunks that are on their device, which must be filled.
 
         Raises:
             DamagedFileError: If anything differs from what was written.
         """
         unverified, self._unverified = self._unverified, []
-        under_way: tuple[_Buffer, list[Chunks]] | None = None
-        for number, batch in enumerate(_batches(unverified)):
-            buffer = self._both(batch[0].data.device)[number % 2]
-            buffer.fetch_sums([chunks.data for chunks in batch])
-            if under_way is not None:
-                _compare(*under_way)
-            under_way = buffer, batch
-        if under_way is not None:
-            _compare(*under_way)
+        for batch in _batches(unverified):
+            sums, start = device_sums([chunks.data for chunks in batch], batch[0].chunk), 0
+            for chunks in batch:
+                end = start + len(chunks.expected)
+                chunks.check(sums[start:end])
+                start = end
 
     def close(self) -> None:
         """Free the buffers."""
@@ -326,19 +326,19 @@ class _Buffer:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device, self._used = device, 0
-        self._row_sums: memoryview | None = None  # of the piece
+        self._sums: Sequence[int] = ()  # of the piece
         with self._on_device():
             self.memory = _pinned(nbytes)
             self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def fetch(self, piece: Tensor, sums: memoryview | None = None) -> None:
-        self._used, self._row_sums = piece.nbytes, sums
+    def fetch(self, piece: Tensor, sums: Sequence[int] = ()) -> None:
+        self._used, self._sums = piece.nbytes, sums
         with self._at_work():
             self.memory[: self._used].copy_(piece, non_blocking=self._stream is not None)
 
     def content(self) -> Piece:
         self.wait()
-        return Piece(_memory(self.memory[: self._used]), self._row_sums)
+        return Piece(_memory(self.memory[: self._used]), self._sums)
 
     def room(self, nbytes: int) -> memoryview:
         self.wait()
@@ -349,13 +349,13 @@ class _Buffer:
         with self._at_work():
             piece.copy_(self.memory[: self._used], non_blocking=self._stream is not None)
 
-    def row_sums(self, row: Tensor) -> memoryview:
+    def sums(self, row: Tensor, chunk: int) -> list[int]:
+        """Return the checksums of the chunks of ``row``, except for a last one that does not consist of whole rows."""
+        whole = row if row.nbytes % ROW == 0 else row[: row.nbytes // chunk * chunk]
+        if not whole.nbytes:
+            return []
         with self._at_work():
-            return memoryview(row_sums([row]).cpu().numpy()).cast("B")  # type: ignore[arg-type]
-
-    def fetch_sums(self, data: Sequence[Tensor]) -> None:
-        with self._at_work():
-            self.fetch(row_sums(data).view(torch.uint8))
+            return device_sums([whole], chunk)
 
     def wait(self) -> None:
         if self._stream is not None:
@@ -374,26 +374,14 @@ class _Buffer:
 def _batches(unverified: Iterable[Chunks]) -> Iterator[list[Chunks]]:
     batch, nbytes = list[Chunks](), 0
     for chunks in unverified:
-        if batch and (nbytes + chunks.data.nbytes > BATCH or chunks.data.device != batch[0].data.device):
+        is_other = batch and (chunks.data.device, chunks.chunk) != (batch[0].data.device, batch[0].chunk)
+        if is_other or (batch and nbytes + chunks.data.nbytes > BATCH):
             yield batch
             batch, nbytes = [], 0
         batch.append(chunks)
         nbytes += chunks.data.nbytes
     if batch:
         yield batch
-
-
-def _compare(buffer: _Buffer, batch: Iterable[Chunks]) -> None:
-    sums, start = buffer.content().data, 0
-    for chunks in batch:
-        end = start + chunks.data.nbytes // ROW * 8
-        chunks.check(sums[start:end])
-        start = end
-
-
-def _sums_of(sums: memoryview, place: int, nbytes: int) -> memoryview:
-    """Return the sums of the complete rows of the ``nbytes`` that begin at ``place``."""
-    return sums[place // ROW * 8 :][: nbytes // ROW * 8]
 
 
 def _pinned(nbytes: int) -> Tensor:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.torch.tensors.tensor_files import around, noted
 from lightning_ups.state.checkpoint import folder
-from lightning_ups.state.checkpoint.checksums import CHECKSUMS, CHUNK, Piece, Record, SummedRecord
+from lightning_ups.state.checkpoint.checksums import CHECKSUMS, Piece, Record, SummedRecord
 from lightning_ups.state.checkpoint.checksums import as_json as checksums_as_json
 from lightning_ups.state.checkpoint.dcp_metadata import TENSORS
 from lightning_ups.state.checkpoint.dcp_metadata import as_json as metadata_as_json
@@ -85,7 +85,7 @@ class Writer(FileSystemWriter):
             for item in items:
                 lane.check()
                 data = planner.resolve_data(item)
-                record = _write(data, SummedRecord(cast("IO[bytes]", stream), helpers, min(CHUNK, lane.piece)), lane)
+                record = _write(data, SummedRecord(cast("IO[bytes]", stream), helpers, lane.chunk), lane)
                 place = noted(name, offset=offset, length=record.length)
                 results.append(_SummedResult(item.index, record.length, place, record))
                 offset += record.length
