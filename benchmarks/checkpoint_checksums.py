@@ -381,7 +381,7 @@ def _without_checksums() -> Iterator[None]:
 
     with (
         patch.object(SummedRecord, "write_body", write_body),
-        patch.object(lanes, "worth_summing_on_device", lambda row, chunk: False),  # noqa: ARG005
+        patch.object(lanes, "worth_summing_on_device", lambda row: False),  # noqa: ARG005
         patch.object(folder, "records", lambda path: None),  # noqa: ARG005
         patch.object(folder, "verify", lambda path: None),  # noqa: ARG005
     ):

@@ -15,8 +15,8 @@ Note [Sums on the device]. Saving and loading are limited by the cores and the m
 chunks of a tensor on a GPU are therefore computed there, except for a last chunk that does not consist of whole rows.
 The host receives 8 bytes per chunk.
 
-While a checkpoint is loaded, threads only read: launching kernels in between would make the others wait for the GIL.
-When all have read their share, one thread launches the sums of all tensors and compares them.
+Threads that read or write launch no kernels of sums: that would make the others wait for the GIL. One thread launches
+the sums of all tensors, before they are written and after all have been read.
 """
 
 import json
@@ -68,18 +68,17 @@ def checksum_of_file(path: Path) -> int:
     return found
 
 
-def worth_summing_on_device(row: Tensor, *, chunk: int) -> bool:
-    """Return whether the device of ``row``, contiguous bytes, can sum its rows faster than the host.
+def worth_summing_on_device(row: Tensor) -> bool:
+    """Return whether the device of ``row`` can compute its checksums faster than the host.
 
     Args:
-        row: The bytes from the start of a chunk. The device needs aligned 64-bit words.
-        chunk: The number of bytes per checksum.
+        row: Contiguous bytes from the start of a chunk. The device needs aligned 64-bit words.
     """
     is_aligned = row.data_ptr() % 8 == 0 and row.storage_offset() % 8 == 0
-    return row.nbytes >= _WORTH and is_aligned and chunk % ROW == 0
+    return row.nbytes >= _WORTH and is_aligned
 
 
-def device_sums(data: Sequence[Tensor], chunk: int) -> list[int]:
+def device_sums(data: Sequence[Tensor], chunk: int = CHUNK) -> list[int]:
     """Return the checksums of all chunks of ``data``, whole rows of bytes on one device, which computes them.
 
     Args:
@@ -219,13 +218,11 @@ class Chunks:
     Args:
         data: Their bytes.
         expected: The checksum of each chunk.
-        chunk: Bytes of each chunk except the last.
         name: The name of the file, for the error.
     """
 
     data: Tensor
     expected: tuple[int, ...]
-    chunk: int
     name: str
 
     def check(self, found: Sequence[int]) -> None:
@@ -341,16 +338,15 @@ class RecordReader:
             place: The place of the first one in the record.
         """
         record, end = self._record, place + row.nbytes
-        if record is None or CHUNK % record.chunk or place < record.head or end > record.head + record.body:
+        if record is None or record.chunk != CHUNK or place < record.head or end > record.head + record.body:
             return None
-        chunk = record.chunk
-        first, last = -((record.head - place) // chunk), (end - record.head) // chunk
+        first, last = -((record.head - place) // CHUNK), (end - record.head) // CHUNK
         whole = end - record.head == record.body and record.body % ROW == 0
-        start, stop = first * chunk, record.body if whole else last * chunk
+        start, stop = first * CHUNK, record.body if whole else last * CHUNK
         start, stop = record.head + start - place, record.head + stop - place
-        if stop - start < _WORTH or not worth_summing_on_device(data := row[start:stop], chunk=chunk):
+        if stop - start < _WORTH or not worth_summing_on_device(data := row[start:stop]):
             return None
-        return start, Chunks(data, record.sums[first + 1 : first + 1 - (start - stop) // chunk], chunk, self._name)
+        return start, Chunks(data, record.sums[first + 1 : first + 1 - (start - stop) // CHUNK], self._name)
 
     def read(self, room: memoryview, place: int, *, verify: bool = True) -> None:
         """Fill ``room`` with the bytes of the tensor, starting at ``place`` in the record.

@@ -210,9 +210,7 @@ def test_a_part_of_a_chunk_is_read_when_what_was_read_before_is_verified(tmp_pat
 def test_no_buffer_is_filled_while_it_is_verified(tmp_path, monkeypatch, sizes, by):
     """As those of a GPU: two buffers for all tensors of a thread, and helpers that are slower than the disk."""
     turns, stock_decision = itertools.cycle(by), sums.worth_summing_on_device
-    monkeypatch.setattr(
-        sums, "worth_summing_on_device", lambda row, *, chunk: stock_decision(row, chunk=chunk) and next(turns)
-    )
+    monkeypatch.setattr(sums, "worth_summing_on_device", lambda row: stock_decision(row) and next(turns))
     tensors = {f"w{index}": torch.randn(size) for index, size in enumerate(sizes)}
     Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
     monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
@@ -240,9 +238,9 @@ def device_sums(patch):
     """Give a list of how many bytes of tensors the device has summed, one entry for each tensor."""
     found, stock = [], lanes.device_sums
 
-    def noted(data, chunk):
+    def noted(data):
         found.extend(each.nbytes for each in data)
-        return stock(data, chunk)
+        return stock(data)
 
     with patch.context() as inner:
         inner.setattr(lanes, "device_sums", noted)
@@ -282,10 +280,10 @@ def test_a_device_sums_many_tensors_at_once_when_a_thread_has_filled_them(tmp_pa
         lanes.device_sums,
     )
 
-    def noted(data, chunk):
+    def noted(data):
         seen.append(len(data))
         assert all(targets[f"state_dict.{name}"].equal(weight) for name, weight in tensors.items())
-        return stock(data, chunk)
+        return stock(data)
 
     with monkeypatch.context() as patch:
         patch.setattr(lanes, "device_sums", noted)
@@ -380,9 +378,9 @@ def test_flips_are_found_by_the_sums_of_the_device(tmp_path, monkeypatch, device
 @pytest.mark.parametrize("size", [2**20, 20 * 2**20])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=1))])
 def test_bytes_that_change_on_the_way_to_the_device_are_refused(tmp_path, monkeypatch, device, size):
-    def changed(data, chunk):
+    def changed(data):
         data[-1][-4096] ^= 1
-        return stock(data, chunk)
+        return stock(data)
 
     stock = lanes.device_sums
     if device == "cpu":

@@ -136,6 +136,10 @@ class Lanes:
             raise
         self._lanes += lanes
 
+    def sums(self, rows: Iterable[Tensor]) -> list[list[int]]:
+        """Return what `Lane.sums` returns."""
+        return Lane().sums(rows)
+
     def close(self) -> None:
         """Free the buffers."""
         for lane in self._lanes:
@@ -225,10 +229,14 @@ class Lane:
         if self._stopped:
             raise _Stopped
 
-    def pieces(self, source: Tensor) -> Iterator[Piece]:
+    def pieces(self, source: Tensor, sums: Sequence[int] = ()) -> Iterator[Piece]:
         """Return the bytes of ``source`` in pieces, each valid until the next one is requested.
 
         The data must be there: the caller has waited for the device's own work.
+
+        Args:
+            source: A row of bytes.
+            sums: The checksums of its first chunks if they are known, see `sums`.
         """
         if self._direct(source):
             for piece in source.split(self.piece):
@@ -236,8 +244,7 @@ class Lane:
                 yield Piece(_memory(piece))
             return
         buffers, fetched = self._both(source.device), list[_Buffer]()
-        is_worth = worth_summing_on_device(source, chunk=self.chunk)
-        sums, per_piece = buffers[0].sums(source, self.chunk) if is_worth else [], self.piece // self.chunk
+        per_piece = self.piece // self.chunk
         for number, piece in enumerate(source.split(self.piece)):
             self.check()
             buffer = buffers[number % 2]
@@ -247,6 +254,22 @@ class Lane:
             fetched.append(buffer)
         for buffer in fetched:
             yield buffer.content()
+
+    def sums(self, rows: Iterable[Tensor]) -> list[list[int]]:
+        """Return for each of ``rows`` the checksums that its device computes, see Note [Sums on the device].
+
+        A last chunk is left to the host if it does not consist of whole rows of `ROW` bytes.
+        """
+        found = list[list[int]]()
+        whole = dict[int, Tensor]()
+        for number, row in enumerate(rows):
+            found.append([])
+            part = row if row.nbytes % ROW == 0 else row[: row.nbytes // self.chunk * self.chunk]
+            if self.chunk == CHUNK and part.nbytes and not self._direct(row) and worth_summing_on_device(row):
+                whole[number] = part
+        for number, sums in zip(whole, _device_sums([*whole.values()]), strict=True):
+            found[number] = sums
+        return found
 
     def fill(self, target: Tensor, reader: RecordReader, place: int) -> None:
         """Fill ``target``, a row of bytes, and verify it; `settle` and `verify` must follow.
@@ -297,12 +320,9 @@ class Lane:
             DamagedFileError: If anything differs from what was written.
         """
         unverified, self._unverified = self._unverified, []
-        for batch in _batches(unverified):
-            sums, start = device_sums([chunks.data for chunks in batch], batch[0].chunk), 0
-            for chunks in batch:
-                end = start + len(chunks.expected)
-                chunks.check(sums[start:end])
-                start = end
+        sums = _device_sums([chunks.data for chunks in unverified])
+        for chunks, found in zip(unverified, sums, strict=True):
+            chunks.check(found)
 
     def close(self) -> None:
         """Free the buffers."""
@@ -349,14 +369,6 @@ class _Buffer:
         with self._at_work():
             piece.copy_(self.memory[: self._used], non_blocking=self._stream is not None)
 
-    def sums(self, row: Tensor, chunk: int) -> list[int]:
-        """Return the checksums of the chunks of ``row``, except for a last one that does not consist of whole rows."""
-        whole = row if row.nbytes % ROW == 0 else row[: row.nbytes // chunk * chunk]
-        if not whole.nbytes:
-            return []
-        with self._at_work():
-            return device_sums([whole], chunk)
-
     def wait(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
@@ -371,15 +383,24 @@ class _Buffer:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
-def _batches(unverified: Iterable[Chunks]) -> Iterator[list[Chunks]]:
-    batch, nbytes = list[Chunks](), 0
-    for chunks in unverified:
-        is_other = batch and (chunks.data.device, chunks.chunk) != (batch[0].data.device, batch[0].chunk)
-        if is_other or (batch and nbytes + chunks.data.nbytes > BATCH):
+def _device_sums(data: Iterable[Tensor]) -> Iterator[list[int]]:
+    """Yield the checksums of the chunks of each of ``data``, computed for many at once."""
+    for batch in _batches(data):
+        sums, start = device_sums(batch), 0
+        for each in batch:
+            end = start - (-each.nbytes // CHUNK)
+            yield sums[start:end]
+            start = end
+
+
+def _batches(data: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    batch, nbytes = list[Tensor](), 0
+    for each in data:
+        if batch and (nbytes + each.nbytes > BATCH or each.device != batch[0].device):
             yield batch
             batch, nbytes = [], 0
-        batch.append(chunks)
-        nbytes += chunks.data.nbytes
+        batch.append(each)
+        nbytes += each.nbytes
     if batch:
         yield batch
 

@@ -2,6 +2,7 @@
 
 import io
 import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,13 +63,17 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         parts = spread(plan.items, nbytes=_size, parts=self._lanes.count(map(_size, plan.items)))
         results: list[WriteResult] = []
+        sums: dict[MetadataIndex, list[int]] = {}
 
         def write(lane: Lane, number: int, items: list[WriteItem]) -> None:
             name = f"{plan.storage_data.prefix}{number}.distcp"
-            results.extend(self._write_file(name, items, planner, lane, helpers))
+            results.extend(self._write_file(name, items, planner, lane, helpers, sums))
 
         try:
-            wait_for_devices(planner.resolve_data(i) for i in plan.items if i.type is not WriteItemType.BYTE_IO)
+            tensors = {i.index: planner.resolve_data(i) for i in plan.items if i.type is not WriteItemType.BYTE_IO}
+            wait_for_devices(tensors.values())
+            rows = {index: row for index, tensor in tensors.items() if (row := _row_of(tensor)) is not None}
+            sums.update(zip(rows, self._lanes.sums(rows.values()), strict=True))
             with ThreadPoolExecutor(max(1, len(parts)), "checksums") as helpers:
                 self._lanes.run(write, parts)
         except Exception as error:
@@ -78,14 +83,21 @@ class Writer(FileSystemWriter):
         return done
 
     def _write_file(
-        self, name: str, items: list[WriteItem], planner: SavePlanner, lane: Lane, helpers: Executor
+        self,
+        name: str,
+        items: list[WriteItem],
+        planner: SavePlanner,
+        lane: Lane,
+        helpers: Executor,
+        sums: Mapping[MetadataIndex, Sequence[int]],
     ) -> list[WriteResult]:
         results, offset = list[WriteResult](), 0
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
             for item in items:
                 lane.check()
                 data = planner.resolve_data(item)
-                record = _write(data, SummedRecord(cast("IO[bytes]", stream), helpers, lane.chunk), lane)
+                summed = SummedRecord(cast("IO[bytes]", stream), helpers, lane.chunk)
+                record = _write(data, summed, lane, sums.get(item.index, ()))
                 place = noted(name, offset=offset, length=record.length)
                 results.append(_SummedResult(item.index, record.length, place, record))
                 offset += record.length
@@ -94,23 +106,27 @@ class Writer(FileSystemWriter):
         return results
 
 
-def _write(data: Tensor | io.BytesIO, record: SummedRecord, lane: Lane) -> Record:
+def _row_of(tensor: Any) -> Tensor | None:
+    return bytes_of(tensor.detach()) if tensor.device.type in ("cpu", "cuda") else None
+
+
+def _write(data: Tensor | io.BytesIO, summed: SummedRecord, lane: Lane, sums: Sequence[int]) -> Record:
     if isinstance(data, Tensor):
         tensor = data.detach()
-        row = bytes_of(tensor) if tensor.device.type in ("cpu", "cuda") else None
+        row = _row_of(tensor)
         if row is None:
             tensor = _settled(tensor)
             row = bytes_of(tensor)
         form = None if row is None else around(tensor.dtype, tuple(tensor.shape), tensor.stride())
         if row is not None and form is not None:
-            record.write_head(form[0])
-            record.write_body(lane.pieces(row))
-            return record.write_tail(form[1])
+            summed.write_head(form[0])
+            summed.write_body(lane.pieces(row, sums))
+            return summed.write_tail(form[1])
         data = io.BytesIO()
         torch.save(tensor, data)
-    record.write_head(b"")
-    record.write_body([Piece(data.getbuffer())])
-    return record.write_tail(b"")
+    summed.write_head(b"")
+    summed.write_body([Piece(data.getbuffer())])
+    return summed.write_tail(b"")
 
 
 def _settled(tensor: Tensor) -> Tensor:
