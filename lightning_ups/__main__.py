@@ -38,6 +38,7 @@ TOOLS = {
     "plan": _Tool("predict the memory of a configuration without a GPU, and what to change", "commands.plan"),
     "verify": _Tool("check that a configuration trains as the plain model does", "commands.verify"),
     "advise": _Tool("measure which layers would be faster in float8, and by how much", "commands.advise"),
+    "diagnose": _Tool("find out by experiments what slows a run down, and try the fix", "commands.diagnose"),
     "export": _Tool("convert a checkpoint to another format", "commands.export"),
 }
 _INTERNAL = {"measured_fit": _Tool("", "commands.measured_fit")}  # what other commands run

@@ -5,10 +5,11 @@ from lightning_ups.insight.throughput.flops import StepFlops, count_flops, step_
 from lightning_ups.insight.throughput.meter import Flops, Inspection, Meter, Span, Summary, inspect_spans, quantile
 from lightning_ups.insight.throughput.peaks import Arithmetic, Peaks, given_peaks, peaks_of
 from lightning_ups.insight.throughput.table import PHASE_NAMES, rows, text_table
-from lightning_ups.insight.throughput.timeline import Phase, Timeline, clock_for
+from lightning_ups.insight.throughput.timeline import PAUSES, Phase, Timeline, clock_for
 from lightning_ups.insight.throughput.units import Count, counter, tensors_of
 
 __all__ = [
+    "PAUSES",
     "PHASE_NAMES",
     "Arithmetic",
     "Count",

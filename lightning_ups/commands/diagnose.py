@@ -1,0 +1,442 @@
+"""What slows a run down: experiments on the run itself, one sentence, the evidence, and a fix that is tried once."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_ups.config.layers import items
+from lightning_ups.config.output import note
+from lightning_ups.config.parser import UpsParser
+from lightning_ups.insight.diagnose import Facts, Finding, Probe, findings
+
+Row = dict[str, Any]
+_PROBE = "--probe"  # FILE: for the processes that this command starts
+_FOLDER = ".diagnose-"
+_START_S = 120.0  # for imports, data, compilation and warm-up; longer if more minutes are given
+_LIMIT_S = 60.0  # for one experiment; likewise
+_PHASE_NAMES = {
+    "data": "waiting for data",
+    "transfer": "host to device",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "logging": "logging and printing",
+    "checkpoint": "checkpoints",
+    "between epochs": "between epochs",
+    "other": "the rest of the loop",
+}
+
+
+def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of `diagnose` itself, and the words that are options of fit."""
+    parser = ArgumentParser(
+        prog="python -m lightning_ups diagnose",
+        description=__doc__,
+        allow_abbrev=False,
+        epilog="All options of fit are taken as well, such as --config run.yaml. Nothing is left in your folders.",
+    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long it may take; 5")
+    parser.add_argument("--json", metavar="FILE", help="also write all facts and findings to this file")
+    parser.add_argument("--no_fix", dest="fix", action="store_false", help="do not try the fix")
+    parser.add_argument(_PROBE, help=SUPPRESS)
+    own, rest = parser.parse_known_args(argv)
+    return vars(own), rest
+
+
+def main(argv: Sequence[str]) -> int | None:
+    """Diagnose the run that `argv` describes. Return None in a process that runs the experiments."""
+    own, rest = own_options(argv)
+    if own["probe"]:
+        return None
+    if own["minutes"] <= 0:
+        raise ValueError(f"--minutes {own['minutes']} leaves no time. Give a positive number, such as --minutes 5.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ:
+        raise ValueError("diagnose starts the processes of a run itself. Start it once, without torchrun or srun.")
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
+    try:
+        diagnosis = _Diagnosis(rest, minutes=own["minutes"])
+        with suppress(KeyboardInterrupt):  # what there is so far is shown
+            diagnosis.run(tries_fix=own["fix"])
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    if not diagnosis.facts.get("shares"):
+        raise ValueError(f"No step was measured: {diagnosis.why_nothing}.")
+    diagnosis.show()
+    if own["json"]:
+        Path(own["json"]).write_text(json.dumps(diagnosis.as_dict(), indent=1, default=str) + "\n")
+    return 0
+
+
+class _Diagnosis:
+    """Starts the processes that run the experiments, and collects their rows."""
+
+    def __init__(self, argv: Sequence[str], *, minutes: float) -> None:
+        self._argv, self._console = [*argv], Console()
+        if not self._console.is_terminal:
+            self._console = Console(width=110)
+        self._seconds = 60 * minutes
+        self._deadline = time.time() + self._seconds
+        self.facts: dict[str, Any] = {}
+        self.errors: dict[str, str] = {}
+        self.gain: float | None = None
+        self.trials: dict[str, float | str] = {}  # the speed with a change, as a factor; or why there is none
+        self.why_nothing = "it was interrupted"
+
+    @property
+    def found(self) -> list[Finding]:
+        return findings(self.facts)
+
+    @property
+    def _left(self) -> float:
+        return self._deadline - time.time()
+
+    def run(self, *, tries_fix: bool) -> None:
+        """Run all experiments, then the trials of whole runs, then the fix."""
+        while True:
+            failed = self._child({"skip": [*self.errors, *self.facts.get("done", ())]}, self._collect)
+            # A hang or a crash costs one row; the next process leaves that experiment out.
+            if failed is None or failed in self.errors or failed in ("start", "warm-up", "steps") or self._left < 30:
+                break
+            self.errors[failed] = "crashed or took too long"
+        if not self.facts.get("shares"):
+            return
+        first = next(iter(self.found), None)
+        if tries_fix and first is not None and first.fix.can_be_tried and self._left > 5:
+            fix = {"loader": first.fix.loader, "optimizer": first.fix.optimizer}
+            speed = self._try(f"fix: {first.name}", first.fix.options, fix)
+            self.gain = speed if isinstance(speed, float) else None
+        if self.facts["world_size"] > 1 and self._left > 60:
+            speed = self._try("1 device", ["--trainer.devices=1"])
+            if isinstance(speed, float):
+                self.facts["scaling"] = 1 / speed
+        if self._left > 120 and self.facts["is_compiled"]:
+            self._try("eager", [], {"environment": {"TORCH_COMPILE_DISABLE": "1"}})
+        elif self._left > 120:
+            self._try("compiled", ["--trainer.callbacks+=Compile"])
+
+    def _try(self, name: str, options: Sequence[str], changes: Mapping[str, Any] | None = None) -> float | str:
+        """Return the speed of the run with ``options``, as a factor of the speed without."""
+        rows: list[Row] = []
+        spec = {"only_steps": True, **(changes or {})}
+        failed = self._child(spec, rows.append, options=options, title=name)
+        facts = next((row["facts"] for row in rows if row.get("end") == "steps" and "facts" in row), None)
+        if facts is None:
+            self.trials[name] = f"failed: {self.why_nothing}" if failed else "no step was measured"
+        else:
+            rows_before, rows_now = self.facts.get("batch_rows") or 1, facts.get("batch_rows") or 1
+            self.trials[name] = (rows_now / facts["mean_s"]) / (rows_before / self.facts["mean_s"])
+            self._console.print(f"{name}: {self.trials[name]:.2f} times the speed", highlight=False)
+        return self.trials[name]
+
+    def _collect(self, row: Row) -> None:
+        name = row.get("end")
+        if name is None:
+            return
+        if "error" in row:
+            self.errors[name] = row["error"]
+            self.why_nothing = row["error"]
+        elif name != "all":
+            self.facts |= row["facts"]
+            self.facts["done"] = [*self.facts.get("done", ()), name]
+        if name in ("steps", "parts", "batches", "exchange") and self.facts.get("mean_s"):
+            self._console.print(f"{name}: {_summary(name, self.facts)}", highlight=False)
+
+    def _child(
+        self, spec: Row, collect: Callable[[Row], None], *, options: Sequence[str] = (), title: str = "experiments"
+    ) -> str | None:
+        """Run fit with a `Probe` in a process group of its own. Return the experiment that did not end, or None."""
+        folder = Path(tempfile.mkdtemp(prefix="diagnose-"))
+        rows, token = folder / "rows.jsonl", folder.name.removeprefix("diagnose-")
+        seconds = min(20.0, max(1.0, self._seconds / 15))
+        spec = {
+            "seconds": seconds,
+            "deadline": self._deadline - self._seconds / 3,
+            "rows": str(rows),
+            "token": token,
+            **spec,
+        }
+        command = [sys.executable, "-m", "lightning_ups", "diagnose", _PROBE, str(folder / "spec.json")]
+        roots: set[str] = set()
+        environment = {**os.environ, **spec.pop("environment", {})}
+        (folder / "spec.json").write_text(json.dumps(spec))
+        current, since = "start", time.time()
+        with (folder / "output.txt").open("w") as output, self._console.status(f"{title}: starting") as status:
+            child = subprocess.Popen(
+                [*command, *self._argv, *options],
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+            )
+            try:
+                for row in _follow(rows, child):
+                    if row is None:
+                        is_starting = current in ("start", "warm-up")
+                        limit = max(_START_S if is_starting else _LIMIT_S, self._seconds / (3 if is_starting else 6))
+                        if time.time() - since > limit:
+                            self.why_nothing = f"{current} took more than {limit:.0f} s"
+                            break
+                        continue
+                    if "root" in row:
+                        roots.add(row["root"])
+                        continue
+                    current, since = row.get("start") or "between", time.time()
+                    status.update(f"{title}: {current}")
+                    collect(row)
+                    if row.get("end") == "all":
+                        return None
+            finally:
+                _end(child)
+                text = (folder / "output.txt").read_text(errors="replace")
+                if current in ("start", "warm-up") and child.returncode not in (0, -signal.SIGKILL):
+                    self.why_nothing = _last_lines(text)
+                for root in roots:
+                    shutil.rmtree(root, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+        return current
+
+    # The report
+
+    def show(self) -> None:
+        """Print the sentence, the evidence and the fix."""
+        print_ = partial(self._console.print, highlight=False, markup=False, soft_wrap=True)
+        found = self.found
+        print_()
+        print_(f"{found[0].sentence}." if found else "Nothing stands out: no finding reaches its threshold.")
+        print_()
+        self._console.print(_table("of a step", self._shares()))
+        self._console.print(_table("experiment", [*_evidence(self.facts), *self._other_rows()]))
+        for other in found[1:]:
+            print_(f"Also: {other.sentence}.")
+        if found:
+            gain = f", tried once: {self.gain:.2f} times the speed" if self.gain is not None else ""
+            print_(f"\nFix for {found[0].name}{gain}:\n\n{found[0].fix.text}\n")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything for ``--json``."""
+        keys = ("name", "lost", "sentence")
+        listed = [{key: getattr(each, key) for key in keys} | {"fix": each.fix.text} for each in self.found]
+        shown = {key: value for key, value in self.facts.items() if key not in ("data_settings", "model_settings")}
+        return {
+            "schema": 1,
+            "sentence": listed[0]["sentence"] if listed else "nothing stands out",
+            "findings": listed,
+            "gain": self.gain,
+            "trials": self.trials,
+            "facts": shown,
+            "errors": self.errors,
+        }
+
+    def _shares(self) -> Iterator[tuple[str, str]]:
+        mean_s = self.facts["mean_s"]
+        shares = {_PHASE_NAMES[name]: share for name, share in self.facts["shares"].items() if name in _PHASE_NAMES}
+        shares |= {name: share for name, share in (self.facts.get("hooks") or {}).items() if share >= 0.01}
+        for name, share in sorted(shares.items(), key=lambda each: -each[1]):
+            yield name, f"{share:6.1%}  {_seconds(share * mean_s)}"
+        yield "a step, on average", f"        {_seconds(mean_s)}"
+
+    def _other_rows(self) -> Iterator[tuple[str, str]]:
+        for name, speed in self.trials.items():
+            yield name, f"{speed:.2f} times the speed" if isinstance(speed, float) else str(speed)
+        if "scaling" in self.facts:
+            yield f"{self.facts['world_size']} devices", f"{self.facts['scaling']:.2f} times the speed of 1 each"
+        yield from self.errors.items()
+
+
+def _table(title: str, rows: Any) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(title, min_width=24)
+    table.add_column("")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _summary(name: str, facts: Mapping[str, Any]) -> str:
+    if name == "steps":
+        return f"{facts['steps']} steps of {_seconds(facts['mean_s'])}"
+    return ", ".join(value for _, value in _evidence(facts, only=name)) or "not applicable"
+
+
+def _evidence(facts: Mapping[str, Any], *, only: str | None = None) -> Iterator[tuple[str, str]]:
+    f = Facts(facts)
+    parts = (("forward only", "forward_s"), ("forward and backward", "backward_s"), ("the whole step", "full_s"))
+    rows: list[tuple[str, str, str]] = []
+    rows += [("parts", f"{name}, batch on the device", _seconds(f[key])) for name, key in parts if f[key]]
+    if f["loader_rate"]:
+        rows.append(("loader", "the loader alone", f"{f['loader_rate']:,.0f} samples/s"))
+    if f["device_rate"]:
+        rows.append(("loader", "the step without it", f"{f['device_rate']:,.0f} samples/s"))
+    if f["rate_same"]:
+        speeds = [f"{f[f'rate_{name}'] / f['rate_same']:.2f}" for name in ("half", "twice")]
+        rows.append(("batches", "half and twice the batch", f"{speeds[0]} and {speeds[1]} times the speed"))
+    if f["reference_optimizer_s"]:
+        rows.append(("optimizer", "a fused AdamW instead", _seconds(f["reference_optimizer_s"])))
+    if f["silent_s"]:
+        rows.append(("exchange", "without the exchange", f"{_seconds(f['silent_s'])} of {_seconds(f['exchange_s'])}"))
+    if f["slowest_s"]:
+        text = f"rank {f['slowest_rank']}: {_seconds(f['slowest_s'])}, others {_seconds(f['others_s'])}"
+        rows.append(("ranks", "own work of a step", text))
+    rows.append(("steps", "compiled after warm-up", f"{int(f['compilations'])} times, {f['compile_share']:.0%}"))
+    if f.on_gpu:
+        rows += _gpu_rows(f)
+    for name, rate in (f.get("bandwidth") or {}).items():
+        label = "memory" if name == "memory" else f"host to device, {name}"
+        rows.append(("bandwidth", label, f"{rate / 1e9:,.1f} GB/s"))
+    for each in f.get("collectives") or ():
+        rate = f"{_seconds(each['seconds'])}, {each['bus_bytes_per_s'] / 1e9:.2f} GB/s"
+        rows.append(("collectives", f"{each['what']} of {each['bytes'] / 1024:,.0f} KiB", rate))
+    for each in f.get("operators") or ():
+        roof = f", {each['of_peak']:.0%} of the {each['bound']} roof" if "bound" in each else ""
+        rows.append(("operators", each["name"][:48], f"{each['share']:.0%} of the work, {each['count']}x{roof}"))
+    yield from ((label, value) for group, label, value in rows if only in (None, group))
+
+
+def _gpu_rows(f: Facts) -> Iterator[tuple[str, str, str]]:
+    if f["idle"]:
+        yield "device", "idle", f"{f['idle']:.0%}"
+    for place, count in (f.get("waits") or ())[:3]:
+        yield "device", "the host waits", f"{place}, {count}x"
+    yield "device", "memory", f"{f['memory_used']:.0%} used, {f['fragmentation']:.0%} of it fragmented"
+    gpu = f.get("gpu") or {}
+    if gpu.get("clock_mhz"):
+        slowed = f", slowed by {', '.join(gpu['slowed_by'])}" if gpu.get("slowed_by") else ""
+        yield "device", "clock and power", f"{gpu['clock_mhz']:.0f} MHz, {gpu.get('power_w') or 0:.0f} W{slowed}"
+    if (links := f.get("topology") or {}).get("pairs"):
+        yield "device", "pairs of GPUs", f"{links['direct_pairs']} of {links['pairs']} reach each other directly"
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def _follow(path: Path, child: "subprocess.Popen[Any]") -> Iterator[Row | None]:
+    """Yield the rows that ``child`` writes, and None every tenth of a second, until it ends."""
+    position = 0
+    while True:
+        is_over = child.poll() is not None
+        if path.exists():
+            with path.open() as file:
+                file.seek(position)
+                while (line := file.readline()).endswith("\n"):
+                    position = file.tell()
+                    yield json.loads(line)
+        if is_over:
+            return
+        yield None
+        time.sleep(0.1)
+
+
+def _end(child: "subprocess.Popen[Any]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)  # with its ranks and workers
+    child.wait()
+
+
+def _last_lines(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error:") or "Error" in line.partition(":")[0]]
+    return (errors or lines or ["the process ended without a message"])[-1].removeprefix("error: ").rstrip(".")
+
+
+# In the process that runs the experiments
+
+
+def fit_options(*, probe: str, **_: Any) -> dict[str, Any]:
+    """Return the arguments of UpsCLI for a fit with a `Probe` that leaves no files."""
+    spec = json.loads(Path(probe).read_text())
+    rows, token = Path(spec.pop("rows")), spec.pop("token")
+
+    def report(row: Row) -> None:
+        with rows.open("a") as file:
+            file.write(json.dumps(row, default=str) + "\n")
+
+    class Redirected(UpsParser):
+        """Let everything that the run writes go to a folder that is removed."""
+
+        @override
+        def instantiate_classes(self, cfg: Any, *args: Any, **options: Any) -> Any:
+            if isinstance(settings := cfg.get("fit"), Namespace):
+                folder = _folder(settings.get("trainer.default_root_dir"), token)
+                report({"root": str(folder)})
+                _redirect(settings, folder)
+            return super().instantiate_classes(cfg, *args, **options)
+
+    callback = Probe(report, **spec, done=_leave)
+    return {"parser_class": Redirected, "save_config_callback": None, "trainer_defaults": {"callbacks": callback}}
+
+
+def _folder(root: Any, token: str) -> Path:
+    """Return a folder on the disk of the run, so that checkpoints cost what they cost there."""
+    wanted = Path(os.path.expandvars(str(root or "."))).expanduser().absolute()
+    place = next((each for each in (wanted, *wanted.parents) if each.is_dir()), Path(tempfile.gettempdir()))
+    if not os.access(place, os.W_OK):
+        place = Path(tempfile.gettempdir())
+    folder = place / f"{_FOLDER}{token}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _redirect(settings: Namespace, folder: Path) -> None:
+    settings["ckpt_path"] = None
+    for slot in ("manifest", "throughput"):
+        settings[f"{slot}.enabled"] = False  # they write files, and measure what is measured here
+    validation = settings["trainer.limit_val_batches"]
+    trainer = {
+        "default_root_dir": str(folder),
+        "num_nodes": 1,
+        "max_epochs": 1_000_000,
+        "min_epochs": None,
+        "min_steps": None,
+        "max_time": None,
+        "num_sanity_val_steps": 0,
+        "fast_dev_run": False,
+        "profiler": None,
+        "limit_val_batches": 0 if validation in (0, 0.0) else 1,
+    }
+    if (settings["trainer.max_steps"] or -1) > 0:
+        trainer["max_steps"] = 1_000_000_000
+    for name, value in trainer.items():
+        settings[f"trainer.{name}"] = value
+    loggers = settings["trainer.logger"]
+    if not isinstance(loggers, bool) and loggers is not None:
+        settings["trainer.logger"] = [each for each in items(loggers) if _redirected_logger(each, folder)] or False
+    for callback in items(settings["trainer.callbacks"]):
+        if isinstance(callback, Namespace) and callback.get("init_args.dirpath") is not None:
+            callback["init_args.dirpath"] = str(folder / "checkpoints")
+
+
+def _redirected_logger(logger: Any, folder: Path) -> bool:
+    name = str(logger.get("class_path", "")).rpartition(".")[2] if isinstance(logger, Namespace) else ""
+    if name not in ("TensorBoardLogger", "CSVLogger", "WandbLogger"):
+        note(f"diagnose leaves out the logger {name or logger!r}: it may write to a server.")
+        return False
+    logger["init_args.save_dir"] = str(folder)
+    if name == "WandbLogger":
+        logger["init_args.offline"] = True
+        logger["init_args.log_model"] = False
+    return True
+
+
+def _leave(trainer: Trainer) -> None:
+    """End this process at once: closing loaders, loggers and ranks may take long, and nothing of it is needed."""
+    trainer.strategy.barrier()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,122 @@
+"""The command as users run it: processes, files, hangs and crashes."""
+
+import json
+import os
+import time
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ups.commands import diagnose
+from lightning_ups.commands.diagnose import _Diagnosis, _last_lines, own_options
+from tests.cli_toys import Toy
+from tests.command import assert_short, folder, run, ups
+
+__all__ = ["folder", "ups"]
+HERE = "tests.commands.test_diagnose"
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 10_000
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.ones(8)
+
+
+class SlowData(LightningDataModule):
+    def __init__(self, num_workers: int = 0):
+        super().__init__()
+        self.num_workers = num_workers
+
+    def train_dataloader(self):
+        return DataLoader(Slow(), batch_size=4, num_workers=self.num_workers)
+
+    val_dataloader = train_dataloader
+
+
+class Breaks(Toy):
+    """Ends or hangs the process when a batch is larger or smaller than usual."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch, index):
+        if len(batch) != 4:
+            if self.how == "crash":
+                os._exit(3)
+            time.sleep(1000)
+        return super().training_step(batch, index)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Let children import the tests."""
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+
+
+def saving(**trainer):
+    callback = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "kept", "every_n_train_steps": 3}}
+    logger = [{"class_path": "CSVLogger", "init_args": {"save_dir": "logs"}}]
+    return {"callbacks": [callback], "logger": logger, "limit_val_batches": 1.0, "enable_progress_bar": True} | trainer
+
+
+def test_a_slow_loader_is_named_its_fix_is_tried_and_no_file_is_left(ups, folder, quick):
+    tree = run(data={"class_path": f"{HERE}.SlowData"}, trainer=saving())
+    done = ups("diagnose", "--minutes", "1", "--json", "found.json", tree=tree)
+    assert done.code == 0, done.err
+    assert "The step waits for data" in done.out
+    assert "tried once" in done.out
+    assert "num_workers: " in done.out
+    found = json.loads((folder / "found.json").read_text())
+    assert found["findings"][0]["name"] == "slow loader"
+    assert found["gain"] > 1.2
+    assert not found["errors"]
+    assert {path.name for path in folder.iterdir()} == {"run.yaml", "found.json"}
+
+
+@pytest.mark.parametrize("how", ["crash", pytest.param("hang", marks=pytest.mark.slow)])
+def test_a_crash_or_a_hang_costs_one_row(folder, quick, monkeypatch, capsys, how):
+    monkeypatch.setattr(diagnose, "_LIMIT_S", 8.0)
+    (folder / "run.yaml").write_text(json.dumps(run(model={"class_path": f"{HERE}.Breaks", "init_args": {"how": how}})))
+    diagnosis = _Diagnosis(["--config", "run.yaml"], minutes=0.5)
+    diagnosis._deadline = time.time() + 200  # short experiments, and time for two processes to start
+    diagnosis.run(tries_fix=False)
+    assert [*diagnosis.errors] == ["batches"]
+    assert {"steps", "parts", "bandwidth", "operators"} <= {*diagnosis.facts["done"]}
+    diagnosis.show()
+    assert "crashed or took too long" in capsys.readouterr().out
+    assert {path.name for path in folder.iterdir()} == {"run.yaml"}
+
+
+def test_an_error_of_the_user_is_shown_in_one_line(ups, quick):
+    tree = run(model={"class_path": "tests.cli_toys.Toy", "init_args": {"fail": "step"}})
+    assert_short(ups("diagnose", "--minutes", "0.2", tree=tree), "No step was measured", "the user's own error")
+
+
+@pytest.mark.parametrize("words", [("--minutes", "0"), ("--minutes", "-1")])
+def test_no_time_is_an_error(ups, words):
+    assert_short(ups("diagnose", *words, tree=run()), "leaves no time")
+
+
+def test_ranks_are_started_by_the_command_itself(ups, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert_short(ups("diagnose", tree=run()), "without torchrun")
+
+
+def test_other_options_are_those_of_fit():
+    own, rest = own_options(["--minutes", "2", "--config", "run.yaml", "--no_fix"])
+    assert own == {"minutes": 2.0, "json": None, "fix": False, "probe": None}
+    assert rest == ["--config", "run.yaml"]
+
+
+def test_the_last_error_of_a_process_is_what_is_shown():
+    assert _last_lines("Traceback\n  File\nKeyError: 'x'\n[rank0] bye\n") == "KeyError: 'x'"
+    assert _last_lines("error: run.yaml:7: no.\n(--debug shows the traceback.)") == "run.yaml:7: no"
+    assert _last_lines("") == "the process ended without a message"
