@@ -39,10 +39,12 @@ TOOLS = {
     "verify": _Tool("check that a configuration trains as the plain model does", "commands.verify"),
     "advise": _Tool("measure which layers would be faster in float8, and by how much", "commands.advise"),
     "diagnose": _Tool("find out by experiments what slows a run down, and try the fix", "commands.diagnose"),
+    "compare": _Tool("compare runs: what differed, and what effect it had, significant or noise", "commands.compare"),
+    "gate": _Tool("exit code for CI: a run at most so much slower than another, its loss in a band", "commands.gate"),
     "export": _Tool("convert a checkpoint to another format", "commands.export"),
 }
 _INTERNAL = {"measured_fit": _Tool("", "commands.measured_fit")}  # what other commands run
-_WITHOUT_RUN = ("presets", "doctor", "export")
+_WITHOUT_RUN = ("presets", "doctor", "export", "compare", "gate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +77,7 @@ class MeasuredRun:
         self._trains = False  # of the step that runs, a batch
         self._steps = 0  # optimizer steps done
         self._is_manual = not trainer.lightning_module.automatic_optimization  # each batch is a step then
-        self._global_step = trainer.global_step
+        self._global_step, self._first_step = trainer.global_step, logged_step(trainer)
         self._stepped = True
         self._training_began: float | None = None
         self._validating = self._skip = False
@@ -344,6 +344,11 @@ class MeasuredRun:
             self.shown["MFU"] = f"{utilisation['mfu']:.0%}"
         if (data := window.get("data_ms", 0.0)) >= 0.05 * window["step_ms"]:
             self.shown["data"] = f"{data / window['step_ms']:.0%}"
+
+    def step_times(self) -> Iterator[tuple[int, float]]:
+        """Yield the number of each counted step, as loggers know it, and its seconds; after `summary`."""
+        for number, seconds in zip(self._meter.numbers, self._meter.seconds, strict=True):
+            yield self._first_step + number, seconds
 
     def summary(self, *, alone: bool = False) -> Summary:
         """Return the figures of the fit. A collective, unless ``alone``."""

@@ -4,17 +4,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_ups._compat.lightning.fit_loop import leaves_no_files
 from lightning_ups._compat.lightning.steps import was_skipped
 from lightning_ups.callbacks.logs.measured_run import MeasuredRun
+from lightning_ups.insight.report import reserve, run_folder
 from lightning_ups.insight.throughput import Summary, first_change, given_peaks, text_table
 from lightning_ups.order import OnlyOne, Run, refuse_second, report_of
 from lightning_ups.order.arguments import check_finite, check_least
@@ -26,7 +28,8 @@ class TokenThroughput(Callback, OnlyOne):
 
     Figures go to every logger at the Trainer's ``log_every_n_steps``, to the progress bar, and into a table at the end,
     which compares them with thresholds and says what to change first. Times are device times, read some steps later
-    without a synchronization. Training does not change, bit for bit.
+    without a synchronization. Training does not change, bit for bit. With a logger, the time of each counted step of
+    rank 0 is written to ``step_times.csv`` next to the logs at the end of fit.
 
     Once, after ``inspect_at`` steps, a few steps are profiled: one for places where the host waits for the GPU, two for
     idle time and exposed communication. They do not count.
@@ -93,6 +96,7 @@ class TokenThroughput(Callback, OnlyOne):
         self.flops_per_unit, self.peak_tflops = flops_per_unit, peak_tflops
         self.progress_bar, self.table = progress_bar, table
         self.summary: Summary | None = None
+        self._folder = ""
         self._undo = ExitStack()
         self._run: MeasuredRun | None = None
         self._resting: MeasuredRun | None = None
@@ -104,6 +108,8 @@ class TokenThroughput(Callback, OnlyOne):
         refuse_second(Run.of(trainer))
         if stage == "fit":
             self.summary = None
+            writes = trainer.loggers and not leaves_no_files(trainer)
+            self._folder = run_folder(trainer) if writes else ""  # asks the other ranks: every rank has to
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -194,13 +200,29 @@ class TokenThroughput(Callback, OnlyOne):
         if self._run is None:
             return
         self.summary = self._run.summary(alone=alone)
-        report_of(trainer).update("TokenThroughput", **facts(self.summary))
+        written = self._write_step_times(self._run) if trainer.is_global_zero else None
+        report_of(trainer).update("TokenThroughput", **facts(self.summary), step_times=written)
         if self.summary.units_per_s is None:
             rank_zero_info(f"TokenThroughput measured nothing: {self._run.why_nothing}.")
         elif self.table and trainer.is_global_zero:
             sys.stdout.write(text_table(self.summary))
             sys.stdout.flush()
         self.close()
+
+    def _write_step_times(self, run: MeasuredRun) -> str | None:
+        """Write the time of each counted step, and return the name of the file."""
+        lines = [f"{step},{1e3 * seconds:.6g}\n" for step, seconds in run.step_times()]
+        if not (lines and self._folder) or "://" in self._folder:
+            return None
+        try:
+            path = reserve(Path(self._folder), name="step_times", ending=".csv")
+            path.write_text("".join(["step,step_ms\n", *lines]), encoding="utf-8")
+        except OSError as error:
+            rank_zero_warn(
+                f"TokenThroughput could not write step_times.csv to {self._folder}: {error}. Free space there."
+            )
+            return None
+        return path.name
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -2,7 +2,7 @@
 
 import statistics
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -186,6 +186,7 @@ class Meter(_Sums):
     def __init__(self, *, warmup_steps: int, share: float = 1.0, replicas: int = 1) -> None:
         super().__init__()
         self.warmup_steps, self.share, self.replicas = warmup_steps, share, replicas
+        self._counted: list[list[int]] = []  # the numbers of counted steps: first and last of each stretch
         self._least, self._most = float("inf"), 0.0  # units of a step
         self.pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)
         self.between = 0.0
@@ -201,9 +202,18 @@ class Meter(_Sums):
         if step.note is None or step.number < self.warmup_steps:
             return
         super().add(step)
+        if self._counted and self._counted[-1][1] == step.number - 1:
+            self._counted[-1][1] = step.number
+        else:
+            self._counted.append([step.number, step.number])
         self._window.add(step)
         units = float(step.note)
         self._least, self._most = min(self._least, units), max(self._most, units)
+
+    @property
+    def numbers(self) -> Iterator[int]:
+        """The numbers of the counted steps in the timeline."""
+        return (number for first, last in self._counted for number in range(first, last + 1))
 
     @property
     def total_s(self) -> float:

@@ -716,3 +716,42 @@ def test_steps_that_lightning_does_not_hear_of_count(tmp_path):
     throughput, made = fitted(tmp_path, Raw())
     assert made.global_step == 0
     assert (throughput.summary.steps, throughput.summary.units_per_step) == (32 - 2, 2)
+
+
+LOGGED = {"epochs": 1, "log_every_n_steps": 5}
+
+
+def test_the_time_of_each_step_is_written_next_to_the_logs(tmp_path):
+    throughput = TokenThroughput(unit="samples", warmup_steps=2, table=False)
+    manifest = RunManifest()
+    made = trainer(tmp_path, callbacks=[throughput, manifest], logger=CSVLogger(tmp_path, name=None), **LOGGED)
+    made.fit(Net(), many(20))
+    with (tmp_path / "version_0/step_times.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    assert [int(row["step"]) for row in rows] == [*range(2, 10)]
+    assert np.median([float(row["step_ms"]) for row in rows]) == pytest.approx(
+        1e3 * throughput.summary.step_s, rel=1e-4
+    )
+    made.fit_loop.max_epochs = 2
+    made.fit(Net(), many(20))  # continues at step 10
+    assert (tmp_path / "version_0/step_times-2.csv").read_text().splitlines()[1].startswith("12,")
+    assert manifest.manifest["report"]["TokenThroughput"]["step_times"] == "step_times-2.csv"
+
+
+def test_without_a_logger_no_step_times_are_written(tmp_path):
+    _, made = fitted(tmp_path)
+    assert made.log_dir == str(tmp_path)
+    assert not [*tmp_path.rglob("step_times*")]
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
+    throughput = TokenThroughput(unit="samples", warmup_steps=2, table=False)
+
+    def full(*_, **__):
+        raise OSError("no space")
+
+    monkeypatch.setattr("lightning_ups.callbacks.logs.token_throughput.reserve", full)
+    made = trainer(tmp_path, callbacks=[throughput], logger=CSVLogger(tmp_path, name=None), **LOGGED)
+    with pytest.warns(UserWarning, match=r"could not write step_times.csv to .*version_0: no space"):
+        made.fit(Net(), many(20))
+    assert throughput.summary.step_s is not None

@@ -25,6 +25,7 @@ def test_steps_of_the_warmup_and_those_without_a_note_do_not_count():
     for each in (step(0), step(1), step(2), step(3, units=None), step(4)):
         meter.add(each)
     assert (len(meter.seconds), meter.units, meter.total_s) == (2, 20, 1.0)
+    assert [*meter.numbers] == [2, 4]
 
 
 def test_a_window_has_the_steps_since_the_last_one():

@@ -1,0 +1,229 @@
+"""``python -m lightning_ups compare``: what differed between runs, and what effect it had, significant or noise."""
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_ups.config.output import WIDTH
+from lightning_ups.config.suggestions import parse_options
+from lightning_ups.insight.compare import MEAN_STEP, STEP, Effect, Side, different_settings, effects, percent, read_run
+from lightning_ups.insight.report import Chart, Content, History, page
+
+_MOST = 40  # settings on a screen; the JSON file has all
+_LONGEST = 60  # characters of a setting
+_STYLES = {"significant": "bold yellow", "beyond batch noise": "yellow", "not finite": "bold red"}
+_ALONE = (
+    "One run per side: the intervals contain the noise within these runs. Not the noise between runs: another start may"
+    " be faster or slower (so that less than 1 % counts as noise), and another seed may end with another loss. Several"
+    " runs per side show both: compare A0 A1 A2 vs B0 B1 B2."
+)
+_FEW = "not tested: fewer than 8 values in common, too few for an interval. Log more often, or run more steps."
+_NO_TIMES = (
+    "Step times are not compared: not all runs have them. TokenThroughput() writes them next to the logs; a logged"
+    " column such as step_time_s or time will do (another name: --time NAME)."
+)
+_NO_SETTINGS = "Settings are not compared: RunManifest() did not write a manifest.json in all runs, or only in some."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the comparison, and return 0."""
+    asked = parse_options(_parser(), argv)
+    sides = sides_of(asked)
+    if len(sides) < 2:
+        raise ValueError("compare takes at least two runs, such as lightning_logs/version_0 lightning_logs/version_1.")
+    base = sides[0]
+    settings = different_settings(sides)
+    found = {new.name: effects(base, new, warmup=asked.warmup) for new in sides[1:]}
+    notes = [*_notes(sides, found)]
+    _print(sides, settings, found, notes)
+    if asked.json:
+        write_json(
+            asked.json,
+            {
+                "base": base.name,
+                "runs": {side.name: [run.name for run in side.runs] for side in sides},
+                "settings": settings,
+                "effects": {name: [asdict(each) for each in of] for name, of in found.items()},
+                "notes": notes,
+            },
+        )
+    if asked.html:
+        _write(asked.html, page(_content(sides, settings, found, notes)))
+    return 0
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the runs, and the options of reading them."""
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="a folder with logs, a CSV or JSON export, TensorBoard events or a .wandb file; the first is compared"
+        " with; `A0 A1 vs B0 B1` compares groups of runs",
+    )
+    parser.add_argument("--warmup", type=int, metavar="STEPS", help="first steps that are not timed; default a tenth")
+    parser.add_argument("--time", metavar="NAME", help="the column with the seconds of a step, or with a clock")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
+
+
+def sides_of(asked: argparse.Namespace) -> list[Side]:
+    """Return the sides: the groups between the words ``vs``, or else each run."""
+    groups: list[list[str]] = [[]]
+    for word in asked.runs:
+        if word == "vs":
+            groups.append([])
+        else:
+            groups[-1].append(word)
+    if not all(groups):
+        raise ValueError("'vs' stands between runs: A0 A1 vs B0 B1.")
+    groups = groups if len(groups) > 1 else [[word] for word in groups[0]]
+    paths = [os.path.abspath(group[0]) for group in groups]
+    shared = os.path.commonpath([os.path.dirname(path) for path in paths])
+    names = [
+        os.path.relpath(path, shared) + (f" and {len(group) - 1} more" if group[1:] else "")
+        for path, group in zip(paths, groups, strict=True)
+    ]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice} is given twice. Name each run once.")
+    return [
+        Side(name, [read_run(each, time=asked.time) for each in group])
+        for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``content`` to ``path``; numbers that are not finite become null."""
+    _write(path, json.dumps(_finite(content), indent=2, default=str) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_ups compare",
+        description="Compare runs: what differed, what effect it had, and whether that is more than noise.",
+    )
+    add_runs(parser)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one HTML page with charts")
+    return parser
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def _notes(sides: Sequence[Side], found: Mapping[str, Sequence[Effect]]) -> Iterator[str]:
+    every = [effect for of in found.values() for effect in of]
+    if any(len(side.runs) == 1 for side in sides):
+        yield _ALONE
+    if any(effect.verdict == "not tested" for effect in every):
+        yield _FEW
+    if not all(of and of[0].name == STEP for of in found.values()):
+        yield _NO_TIMES
+    runs = [run for side in sides for run in side.runs]
+    if not all(run.settings for run in runs) or len({bool(run.manifest) for run in runs}) > 1:
+        yield _NO_SETTINGS
+    if len({str(run.manifest.get("batch", {}).get("size")) for run in runs if run.manifest}) > 1:
+        yield "The batches differ in size: compare rates (per_s), not step times."
+
+
+def _print(
+    sides: Sequence[Side],
+    settings: Mapping[str, Sequence[Any]],
+    found: Mapping[str, Sequence[Effect]],
+    notes: Sequence[str],
+) -> None:
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    rows = [(name, *map(_short, values)) for name, values in settings.items()]
+    _print_table(console, "What differed", ("setting", *(side.name for side in sides)), rows[:_MOST])
+    if not rows:
+        console.print("  no setting that the runs store")
+    elif len(rows) > _MOST:
+        console.print(f"  and {len(rows) - _MOST} more: --json FILE lists all")
+    for name, of in found.items():
+        head = ("", sides[0].name, name, "difference", "99 % interval", "verdict", "")
+        _print_table(console, f"Effect of {name} against {sides[0].name}", head, [_row(effect) for effect in of])
+    for note in notes:
+        console.print(f"\n{textwrap.fill(note, WIDTH)}", markup=False)
+
+
+def _print_table(console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    console.print(f"\n{title}", style="bold", markup=False)
+    if not rows:
+        return
+    if console.is_terminal:
+        table = Table(*head, box=None, header_style="dim")
+        for row in rows:
+            table.add_row(*row, style=next((_STYLES[cell] for cell in row if cell in _STYLES), None))
+        console.print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        console.print(f"  {line}".rstrip(), markup=False)
+
+
+def _row(effect: Effect) -> tuple[str, ...]:
+    shown = [_value(effect, value) for value in (effect.base, effect.new)]
+    found = effect.difference
+    as_text = (lambda each: percent(each, sign=True)) if effect.relative else (lambda each: f"{each:+.3g}")
+    interval = f"{as_text(found.low)} to {as_text(found.high)}" if isfinite(found.low) else "-"
+    return (effect.name, *shown, as_text(found.value), interval, effect.verdict, effect.note)
+
+
+def _value(effect: Effect, value: float) -> str:
+    if effect.name in (STEP, MEAN_STEP):
+        return f"{value:.4g} s" if value >= 1 else f"{1e3 * value:.4g} ms"
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _content(
+    sides: Sequence[Side],
+    settings: Mapping[str, Sequence[Any]],
+    found: Mapping[str, Sequence[Effect]],
+    notes: Sequence[str],
+) -> Content:
+    names = [side.name for side in sides]
+    figures = [(f"{effect.name}, {name}", "  ".join(_row(effect)[1:])) for name, of in found.items() for effect in of]
+    return Content(
+        title=f"{' and '.join(names[1:])} against {names[0]}",
+        subtitle=" ".join(notes),
+        figures=figures,
+        charts=[*_charts(sides, found)],
+        manifest={name: dict(zip(names, values, strict=True)) for name, values in settings.items()},
+    )
+
+
+def _charts(sides: Sequence[Side], found: Mapping[str, Sequence[Effect]]) -> Iterator[Chart]:
+    """Yield a chart for each effect, with a line for each run, thinned out."""
+    for name in dict.fromkeys(effect.name for of in found.values() for effect in of if effect.name != MEAN_STEP):
+        history = History()
+        for run in (run for side in sides for run in side.runs):
+            series = next(iter(run.times.values()), None) if name == STEP else run.series.get(name)
+            for step, value in zip(series.steps, series.values, strict=True) if series is not None else ():
+                history.add({run.name: float(value)}, int(step))
+        yield Chart(title=f"{name}, s" if name == STEP else name, section="Curves", series=history.series)

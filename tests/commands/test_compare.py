@@ -1,0 +1,134 @@
+"""`compare` on files, and on two real runs."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_ups.callbacks import RunManifest, TokenThroughput
+from tests.command import assert_short, folder, ups  # noqa: F401
+from tests.insight.compare.synthetic import losses, step_times
+from tests.toys import Net, trainer
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def write(path, *, times=None, loss=None, every=1):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = {name: each for name, each in (("step_time_s", times), ("train_loss", loss)) if each is not None}
+    rows = [",".join(map(str, row)) for row in zip(*columns.values(), strict=True)]
+    lines = [f"{every * step},{row}" for step, row in enumerate(rows)]
+    path.write_text("\n".join([",".join(["step", *columns]), *lines]) + "\n")
+
+
+@pytest.fixture
+def logs(folder):  # noqa: F811
+    """Four runs of Lightning's CSVLogger: two alike, one 3 % slower, one with another loss."""
+    for index, (factor, end) in enumerate(((1, 2.0), (1, 2.0), (1.03, 2.0), (1, 2.5))):
+        path = folder / f"lightning_logs/version_{index}/metrics.csv"
+        write(path, times=factor * step_times(index), loss=losses(index, count=600, end=end))
+        path.with_name("hparams.yaml").write_text(f"lr: 0.{index}\nwidth: 8\n")
+    return "lightning_logs/version_{}".format
+
+
+def row(out, name):
+    return next(line.split() for line in out.splitlines() if line.strip().startswith(name))
+
+
+def test_runs_that_only_have_csv_logs(ups, logs):  # noqa: F811
+    done = ups("compare", logs(0), logs(1), logs(2))
+    assert done.code == 0, done.err
+    same, slower = done.out.split("Effect of ")[1:]
+    assert same.startswith("version_1 against version_0")
+    assert "noise" in row(same, "step time, typical")
+    assert "significant" in row(slower, "step time, typical")
+    assert row(done.out, "lr") == ["lr", "0.0", "0.1", "0.2"]
+    assert "width" not in done.out
+    assert "One run per side" in done.out
+    assert not {"\x1b", "│", "━"} & {*done.out}  # plain text in a pipe
+
+
+def test_the_loss_is_compared_over_its_last_steps(ups, logs):  # noqa: F811
+    out = ups("compare", logs(0), logs(3)).out
+    assert "beyond batch noise" in " ".join(row(out, "train_loss"))
+
+
+def test_groups_of_runs(ups, logs):  # noqa: F811
+    done = ups("compare", logs(0), logs(1), "vs", logs(2), logs(3))
+    assert done.code == 0, done.err
+    assert "Effect of version_2 and 1 more against version_0 and 1 more" in done.out
+    assert "One run per side" not in done.out
+
+
+def test_json_and_html(ups, logs, folder):  # noqa: F811
+    assert ups("compare", logs(0), logs(2), "--json", "found.json", "--html", "found.html").code == 0
+    found = json.loads((folder / "found.json").read_text())
+    assert found["runs"] == {"version_0": [logs(0)], "version_2": [logs(2)]}
+    assert found["settings"] == {"lr": [0.0, 0.2]}
+    step = found["effects"]["version_2"][0]
+    assert step["verdict"] == "significant"
+    assert step["difference"]["low"] < 0.03 < step["difference"]["high"]
+    html = (folder / "found.html").read_text()
+    assert html.count("<svg") == 2  # step time and loss
+    assert "version_2 against version_0" in html
+    assert "<script" not in html
+
+
+def test_a_terminal_gets_a_table(logs, monkeypatch, capsys):
+    from rich.console import Console
+
+    from lightning_ups.commands import compare
+
+    monkeypatch.setattr(compare, "Console", lambda **_: Console(force_terminal=True, width=200))
+    assert compare.main([logs(0), logs(2)]) == 0
+    assert "\x1b[1;33m" in capsys.readouterr().out  # what is significant is bold
+
+
+def test_errors_are_short(ups, logs, folder):  # noqa: F811
+    assert_short(ups("compare", logs(0)), "compare takes at least two runs")
+    assert_short(ups("compare", logs(0), logs(7)), "version_7 does not exist", "has: version_0")
+    assert_short(ups("compare", logs(0), "lightning_logs"), "lightning_logs has no metrics.csv", logs(3))
+    assert_short(ups("compare", logs(0), "vs"), "'vs' stands between runs")
+    assert_short(ups("compare", logs(0), logs(0)), "version_0 is given twice")
+    assert_short(ups("compare", logs(0), logs(1), "--jsn", "x"), "Did you mean '--json'?")
+    assert_short(ups("compare", logs(0), logs(1), "--json", "none/x.json"), "none/x.json", "cannot be written")
+    assert_short(ups("compare", logs(0), logs(1), "--time", "dt"), "has no column 'dt'")
+
+
+class Logged(Net):
+    @override
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.log("train_loss", loss)
+        return loss
+
+
+def test_two_real_runs(ups, folder):  # noqa: F811
+    seed_everything(0)
+    data = torch.randn(60, 8)
+    for index in range(2):
+        made = trainer(
+            folder,
+            callbacks=[TokenThroughput(unit="samples", warmup_steps=5, table=False), RunManifest()],
+            logger=CSVLogger(folder, name="logs"),
+            epochs=1,
+            log_every_n_steps=2,
+            gradient_clip_val=[None, 100.0][index],
+        )
+        made.fit(Logged(), DataLoader(data, batch_size=1))
+    done = ups("compare", "logs/version_0", "logs/version_1", "--json", "found.json")
+    assert done.code == 0, done.err
+    assert "from step_times.csv" in done.out
+    found = json.loads((folder / "found.json").read_text())
+    assert found["settings"]["training/gradient_clip_val"] == [None, 100.0]
+    assert not [name for name in found["settings"] if "TokenThroughput" in name or name.startswith("run/")]
+    by_name = {effect["name"]: effect for effect in found["effects"]["version_1"]}
+    assert by_name["train_loss"]["verdict"] == "identical"
+    assert by_name["step time, typical"]["points"] == 49  # 60, less 5 and the first tenth of the rest
+    assert np.isfinite(by_name["step time, mean"]["difference"]["low"])
+    assert "throughput/samples_per_s" in by_name

@@ -1,0 +1,48 @@
+"""`gate` returns an exit code and says why in one sentence."""
+
+import json
+
+import pytest
+
+from tests.command import assert_short, folder, ups  # noqa: F401
+from tests.commands.test_compare import logs  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+@pytest.mark.parametrize(
+    ("new", "options", "code", "parts"),
+    [
+        (
+            1,
+            [],
+            0,
+            ("PASS: version_1 against version_0: a typical step is", "at most 2.0 % is allowed", "train_loss is"),
+        ),
+        (2, ["--slower", "1%"], 1, ("FAIL: version_2 against version_0: a typical step is 3.",)),
+        (2, ["--slower", "5%"], 0, ("PASS", "at most 5.0 % is allowed")),
+        (3, ["--loss", "0.1"], 1, ("FAIL: version_3 against version_0: train_loss is 2.5", "beyond the band, 0.1")),
+        (3, ["--loss", "50%", "--metric", "train_loss"], 0, ("PASS", "within the band, 0.99")),
+    ],
+)
+def test_the_exit_code_and_one_sentence(ups, logs, new, options, code, parts):  # noqa: F811
+    done = ups("gate", logs(0), logs(new), *options)
+    assert done.code == code, done.err
+    (line,) = done.out.splitlines()
+    for part in parts:
+        assert part in line
+
+
+def test_json(ups, logs, folder):  # noqa: F811
+    assert ups("gate", logs(0), logs(3), "--json", "gate.json").code == 1
+    found = json.loads((folder / "gate.json").read_text())
+    assert (found["verdict"], found["base"], found["new"]) == ("FAIL", "version_0", "version_3")
+    assert "train_loss is 2.5" in found["reason"]
+
+
+def test_errors_are_short(ups, logs):  # noqa: F811
+    assert_short(ups("gate", logs(0)), "gate takes two runs")
+    assert_short(ups("gate", logs(0), logs(1), logs(2)), "BASE BASE vs NEW NEW")
+    assert_short(ups("gate", logs(0), logs(1), "--slower", "2"), "--slower 2 is not a limit", "--slower 2%")
+    assert_short(ups("gate", logs(0), logs(1), "--loss", "much"), "--loss much is not a limit")
+    assert_short(ups("gate", logs(0), logs(1), "--metric", "los"), "--metric los is not in all runs")
