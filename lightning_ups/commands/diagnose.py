@@ -112,9 +112,11 @@ class _Diagnosis:
         while True:
             failed = self._child({"skip": [*self.errors, *self.facts.get("done", ())]}, self._collect)
             # A hang or a crash costs one row; the next process leaves that experiment out.
-            if failed is None or failed in self.errors or failed in ("start", "warm-up", "steps") or self._left < 30:
+            if failed is None or failed in ("start", "warm-up", "steps") or failed in self.errors:
                 break
             self.errors[failed] = "crashed or took too long"
+            if self._left < 30:
+                break
         if not self.facts.get("shares"):
             return
         first = next(iter(self.found), None)
@@ -179,11 +181,7 @@ class _Diagnosis:
         current, since = "start", time.time()
         with (folder / "output.txt").open("w") as output, self._console.status(f"{title}: starting") as status:
             child = subprocess.Popen(
-                [*command, *self._argv, *options],
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,
+                [*command, *self._argv, *options], stdout=output, stderr=output, env=environment, start_new_session=True
             )
             try:
                 for row in _follow(rows, child):

@@ -99,6 +99,20 @@ def test_an_error_of_the_user_is_shown_in_one_line(ups, quick):
     assert_short(ups("diagnose", "--minutes", "0.2", tree=tree), "No step was measured", "the user's own error")
 
 
+@pytest.mark.gpu(count=2)
+def test_a_slow_exchange_is_named_first(ups, folder, quick):
+    injected = "tests.insight.diagnose.injectors"
+    trainer = {"accelerator": "gpu", "devices": 2, "strategy": "ddp", "precision": "bf16-true"}
+    tree = run(
+        model={"class_path": f"{injected}.SlowExchange"}, data={"class_path": f"{injected}.SameData"}, trainer=trainer
+    )
+    done = ups("diagnose", "--minutes", "2", "--json", "found.json", tree=tree)
+    assert done.code == 0, done.err
+    found = json.loads((folder / "found.json").read_text())
+    assert found["findings"][0]["name"] == "slow exchange"
+    assert found["facts"]["collectives"]
+
+
 @pytest.mark.parametrize("words", [("--minutes", "0"), ("--minutes", "-1")])
 def test_no_time_is_an_error(ups, words):
     assert_short(ups("diagnose", *words, tree=run()), "leaves no time")

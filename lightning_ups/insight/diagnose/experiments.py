@@ -190,10 +190,11 @@ def roofline(bench: Bench) -> Facts:
     facts: Facts = {"allocation_s": sum(event.time_range.elapsed_us() for event in allocations) / 2e6} if on_gpu else {}
     rows = profiler.key_averages(group_by_input_shape=True)
     self_us = attrgetter("self_device_time_total" if on_gpu else "self_cpu_time_total")
-    total = sum(self_us(row) for row in rows) or 1.0
     peak, bandwidth = matmul_rate(bench.device), copy_rates(bench.device)["memory"]
     heaviest = []
-    operators = [row for row in rows if on_gpu or row.key.startswith("aten::")]
+    # On a GPU, operators have the time of the kernels that they launch; kernels have rows of their own, too.
+    operators = [row for row in rows if row.key.startswith("aten::") or (on_gpu and _is_launcher(row))]
+    total = sum(self_us(row) for row in operators) or 1.0
     for row in sorted(operators, key=self_us, reverse=True)[:5]:
         seconds = self_us(row) / 1e6
         moved = 4.0 * sum(_numel(shape) for shape in row.input_shapes) * row.count  # about: one kind of elements
@@ -206,6 +207,10 @@ def roofline(bench: Bench) -> Facts:
             part |= {"bound": "memory", "of_peak": moved / seconds / bandwidth}
         heaviest.append(part)
     return facts | {"operators": heaviest}
+
+
+def _is_launcher(row: Any) -> bool:
+    return row.device_type == torch.autograd.DeviceType.CPU and not getattr(row, "is_user_annotation", False)
 
 
 def _numel(shape: Any) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_ups._compat.optional.nvml import gpu_states
 from lightning_ups.insight.throughput import clock_for
 
-_SIZES = (2**12, 2**16, 2**20, 2**24)  # bytes of each rank
+_SIZES = (2**12, 2**16, 2**20, 2**24)  # bytes of each rank; more on GPUs
 _ROUNDS = 5
 
 
@@ -52,7 +52,7 @@ def matmul_rate(device: torch.device) -> float:
 def collective_rates(device: torch.device) -> list[dict[str, Any]]:
     """Return seconds and bus bandwidth of each collective for several sizes, as nccl-tests defines it."""
     ranks, rows = dist.get_world_size(), []
-    for size in _SIZES:
+    for size in (*_SIZES, *([2**28] if device.type == "cuda" else [])):
         whole = torch.ones(size // 4 * ranks, device=device)
         part, one = torch.ones(size // 4, device=device), torch.ones(size // 4, device=device)
         for name, run, factor in (

@@ -1,8 +1,8 @@
 """Where the time of training steps goes: the phases of Lightning's loop, each callback hook, and logging."""
 
 import re
-import statistics
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -49,7 +49,7 @@ class PhaseProfiler(Profiler):
         self._names: dict[str, str | None] = {}
         self._undo = ExitStack()
         self._mark: Mark = mark()
-        self.is_on = False
+        self.is_on, self._thread = False, threading.get_ident()
         self.reset()
         self._stock, trainer.profiler = trainer.profiler, self
         self._undo.callback(setattr, trainer, "profiler", self._stock)
@@ -117,11 +117,6 @@ class PhaseProfiler(Profiler):
         """Seconds per step, with checkpoints and the time between epochs."""
         return sum(self.seconds.values()) / max(1, len(self.step_seconds))
 
-    @property
-    def median_s(self) -> float:
-        """The median step, without them."""
-        return statistics.median(self.step_seconds) if self.step_seconds else 0.0
-
     def _next(self, *, ends: bool) -> None:
         self._timeline.end() if ends else self._timeline.step()
         if compiled_since(self._mark):
@@ -166,7 +161,7 @@ class PhaseProfiler(Profiler):
         return "logging" if hook[1] in self._bars else f"{hook[1]}.{hook[2]}"
 
     def _time_logging(self, trainer: Any) -> None:
-        module = trainer.lightning_module
+        module, on_gpu = trainer.lightning_module, trainer.strategy.root_device.type == "cuda"
         owners: list[tuple[Any, list[str]]] = [(module, ["log", "log_dict"])]
         for logger in trainer.loggers:
             owners.append((logger, [name for name in dir(type(logger)) if name.startswith("log_")] + ["save"]))
@@ -178,14 +173,15 @@ class PhaseProfiler(Profiler):
             for name in names:
                 if callable(method := getattr(owner, name, None)):
                     try:
-                        self._undo.enter_context(instead_of(owner, name, self._timed(method)))
+                        self._undo.enter_context(instead_of(owner, name, self._timed(method, on_gpu=on_gpu)))
                     except (AttributeError, TypeError):  # an object without attributes of its own
                         break
 
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, method: Callable[..., Any], *, on_gpu: bool) -> Callable[..., Any]:
         @wraps(method)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_on or torch.compiler.is_compiling():
+            is_elsewhere = torch.compiler.is_compiling() or threading.get_ident() != self._thread
+            if not self.is_on or is_elsewhere or (on_gpu and torch.cuda.is_current_stream_capturing()):
                 return method(*args, **kwargs)
             with self.within("logging"):
                 return method(*args, **kwargs)

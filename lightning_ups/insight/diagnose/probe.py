@@ -28,7 +28,7 @@ from lightning_ups.insight.diagnose.phases import PhaseProfiler
 from lightning_ups.insight.throughput import Span, inspect_spans
 from lightning_ups.order import Run
 from lightning_ups.transforms.patching import instead_of
-from lightning_ups.transforms.quoted import first_line
+from lightning_ups.transforms.quoted import quoted
 
 Row = dict[str, Any]
 _ASKED_AT = 3  # steps before the length of the warm-up is chosen
@@ -89,7 +89,6 @@ class Probe(Callback):
         self._phases = PhaseProfiler(trainer)
         self._undo.callback(self._phases.close)
         self._tell(trainer, {"start": "warm-up"})
-        self._began = time.perf_counter()
 
     @override
     def on_train_batch_end(
@@ -141,6 +140,11 @@ class Probe(Callback):
             self._phases.rest()
 
     @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._is_over = True
+        self._tell(trainer, {"end": "steps", "error": quoted(exception)})
+
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._undo.close()
         if not self._is_over and self._phases is not None:
@@ -171,14 +175,11 @@ class Probe(Callback):
         compiled = sum(each.seconds for each in phases.compilations)
         guards = Counter(each.guard for each in phases.compilations if each.guard)
         total = max(sum(phases.seconds.values()), 1e-9)
-        spread = _spread(phases.step_seconds)
         facts: Facts = {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "world_size": trainer.world_size,
             "steps": steps,
             "mean_s": phases.mean_s,
-            "median_s": phases.median_s,
-            "spread": spread,
             "shares": {name: shares.get(name, 0.0) for name in _PHASES if name in shares},
             "hooks": dict(sorted(hooks.items(), key=lambda each: -each[1])),
             "compile_share": min(compiled / total, 1.0),
@@ -302,15 +303,7 @@ def _tried(run: Callable[[], Facts]) -> Row:
     try:
         return {"facts": run()}
     except Exception as error:  # noqa: BLE001  (one experiment costs one row)
-        return {"error": f"{type(error).__name__}: {first_line(error)}"}
-
-
-def _spread(seconds: Sequence[float]) -> float:
-    """Return half of the distance between the quartiles, as a share of the median."""
-    if len(seconds) < 4:
-        return 0.0
-    low, middle, high = statistics.quantiles(seconds, n=4)
-    return (high - low) / 2 / middle
+        return {"error": quoted(error)}
 
 
 def _loaders(trainer: Trainer) -> list[DataLoader[Any]]:

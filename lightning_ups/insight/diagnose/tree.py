@@ -226,13 +226,7 @@ def _where(facts: Facts) -> str:
 
 
 TREE: tuple[Cause, ...] = (
-    Cause(
-        name="slow loader",
-        lost=lambda f: f.share("data"),
-        least=0.05,
-        sentence=_loading,
-        fix=_more_workers,
-    ),
+    Cause(name="slow loader", lost=lambda f: f.share("data"), least=0.05, sentence=_loading, fix=_more_workers),
     Cause(
         name="unpinned memory",
         lost=lambda f: f.share("transfer") if f.on_gpu and f.get("is_pinned") is False else 0.0,

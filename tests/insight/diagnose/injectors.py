@@ -3,11 +3,11 @@
 import time
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ups.insight.diagnose import Probe
 
@@ -125,3 +125,81 @@ def diagnosed(module, loader, folder, *, seconds=1.5, **options):
     Trainer(callbacks=callbacks, **options).fit(module, loader)
     assert not errors, errors
     return facts
+
+
+# On a GPU
+
+
+class Layers(LightningModule):
+    """Products in bfloat16: about 8 ms a step on an H100."""
+
+    def __init__(self, *, in_step=None):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))
+        self.in_step = in_step
+
+    def training_step(self, batch, index):
+        x, _ = batch
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.in_step is not None and number % 4 == 0:
+                self.in_step(x)
+        return x.float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+class SlowExchange(Layers):
+    """Holds the device up in each exchange of gradients under DDP."""
+
+    def on_train_start(self):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        def hook(group, bucket):
+            torch.cuda._sleep(1_000_000)
+            return allreduce_hook(group, bucket)
+
+        self.trainer.strategy.model.register_comm_hook(None, hook)
+
+
+class Same(IterableDataset):
+    """Yields one batch again and again: its tensors are on the host and not pinned."""
+
+    def __init__(self, rows=4096, extra=1, dtype=torch.bfloat16, pinned=True):
+        tensors = torch.randn(rows, 4096, dtype=dtype), torch.zeros(extra, 1024)
+        self.batch = tuple(each.pin_memory() if pinned else each for each in tensors)
+
+    def __iter__(self):
+        while True:
+            yield self.batch
+
+
+def wait_for_device(x):
+    x.sum().item()
+    time.sleep(0.0007)
+
+
+def thrash(x):
+    torch.cuda.empty_cache()
+
+
+ON_GPU = {
+    "nothing": lambda: (Layers(), Same(), {}),
+    "tiny batch": lambda: (Layers(), Same(rows=32), {}),
+    "host sync": lambda: (Layers(in_step=wait_for_device), Same(), {}),
+    "unpinned memory": lambda: (Layers(), Same(extra=2048, pinned=False), {}),
+    "fp32 matmuls without TF32": lambda: (Layers(), Same(dtype=torch.float32), {"precision": "32-true"}),
+    "allocator thrashing": lambda: (Layers(in_step=thrash), Same(), {}),
+}
+
+
+def parts_on_gpu(name):
+    """Return the same as `parts` for a GPU."""
+    module, data, options = ON_GPU[name]()
+    return module, DataLoader(data, batch_size=None), {"accelerator": "gpu", "precision": "bf16-true", **options}
+
+
+class SameData(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(Same(), batch_size=None)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ups.insight.diagnose import Probe, findings
-from tests.insight.diagnose.injectors import ROWS, Rows, Work, diagnosed, parts
+from tests.insight.diagnose.injectors import ON_GPU, ROWS, Rows, Work, diagnosed, parts, parts_on_gpu
 from tests.toys import Net, loader, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -75,6 +75,14 @@ def test_nothing_stands_out_in_a_healthy_run(tmp_path, make):
         if not found:
             return
     raise AssertionError(found)
+
+
+@pytest.mark.gpu(capability=(8, 0))
+@pytest.mark.parametrize("problem", ON_GPU)
+def test_a_problem_on_a_gpu_is_named_first(tmp_path, problem):
+    module, data, options = parts_on_gpu(problem)
+    found = findings(diagnosed(module, data, tmp_path, seconds=3.0, devices=1, **options))
+    assert (found[0].name if found else "nothing") == problem, found
 
 
 def test_the_trainer_is_as_before_and_an_experiment_that_fails_costs_one_row(tmp_path):
