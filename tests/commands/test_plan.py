@@ -288,7 +288,7 @@ def test_no_batch_of_the_data(error, names):
 
 
 def test_what_cannot_be_counted():
-    with pytest.raises(Uncountable, match="fast_dev_run"):
+    with pytest.raises(Uncountable, match="TokenThroughput"):
         show(asked(module=Toy()), batch="4x9", gpu="24")
 
 

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from typing_extensions import override
 
 from lightning_ups._compat.torch.fake_tensors import FakeTensorMode
 from lightning_ups.insight.dry_run.kinds import (
@@ -128,8 +130,15 @@ class FakeCopies:
         return fake
 
     def module(self, module: nn.Module) -> Any:
-        """Return the copy of ``module``, filled later."""
-        return self.shell(module, type(module))
+        """Return the copy of ``module``, filled later. Metrics that are no losses become placeholders."""
+        if isinstance(module, Metric) and not module.is_differentiable:
+            return MetricPlaceholder()
+        copied = self.shell(module, type(module))
+        if isinstance(module, MetricCollection):
+            names = [*module.keys()]
+            methods = ("forward", "update", "compute", "reset")
+            vars(copied).update(dict.fromkeys(methods, lambda *_, **__: dict.fromkeys(names, torch.tensor(0.0))))
+        return copied
 
     def attributes(self, value: Any) -> dict[str, Any]:
         """Return the attributes of ``value`` to copy."""
@@ -297,6 +306,19 @@ class FakeCopies:
         self.keep(cell, copied)
         self._unfilled.append((cell, fill))
         return copied
+
+
+class MetricPlaceholder(nn.Module):
+    """Replaces a metric of torchmetrics, which costs next to nothing and often needs values: methods return zero."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self.forward
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.tensor(0.0)
 
 
 class _Pickler(pickle.Pickler):

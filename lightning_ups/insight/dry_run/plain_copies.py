@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lightning_ups._compat.torch.tensors.autograd import in_backward
-from lightning_ups.insight.dry_run.copies import FakeCopies
+from lightning_ups.insight.dry_run.copies import FakeCopies, MetricPlaceholder
 from lightning_ups.insight.dry_run.known_values import KnownValues
 
 
@@ -47,8 +48,10 @@ class PlainCopies(FakeCopies):
     def module(self, module: nn.Module) -> Any:
         if isinstance(inner := vars(module).get("_modules", {}).get("_orig_mod"), nn.Module):
             return self.copy_now(inner)  # torch.compile(module) was called
-        if any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(module).__mro__):
-            return _Metric()
+        if isinstance(module, Metric):
+            return MetricPlaceholder()
+        if isinstance(module, MetricCollection):
+            return super().module(module)
         if any(base.__name__ == "Float8Linear" for base in type(module).__mro__):
             self._float8.append(layer := _Float8Linear(*(self.copy_now(each) for each in (module.weight, module.bias))))
             return layer
@@ -101,16 +104,3 @@ class _Float8Linear(nn.Module):
             gradients = (x.requires_grad + self.weight.requires_grad) if torch.is_grad_enabled() else 0
             self.flops += 2 * x.numel() * self.out_features * (1 + gradients)
         return nn.functional.linear(x, self.weight, self.bias)
-
-
-class _Metric(nn.Module):
-    """A metric of torchmetrics, which costs next to nothing and often needs values: every method returns zero."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self.forward
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.zeros((), device="meta")

@@ -1,10 +1,12 @@
 """The memory of a training step of a run that is only described: a dry run with everything that the run declares."""
 
 import copy
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,7 +39,7 @@ from lightning_ups.transforms.recompute import recompute
 
 Checkpointing = Literal["off", "matmuls", "nothing"]
 Compiling = Literal["off", "blocks", "model"]
-_MEASURE = "Measure one step instead: `fit` with fast_dev_run and MemoryForensics."
+MEASURE = "Measure instead: `fit` with max_steps=20 and TokenThroughput prints the peak memory of the GPU."
 
 
 class Uncountable(RuntimeError):  # noqa: N818  (users read the name)
@@ -130,7 +132,7 @@ def measure_run(
         Uncountable: If it cannot run on fake tensors.
     """
     if not run.module.automatic_optimization:
-        raise Uncountable(f"{type(run.module).__name__} uses manual optimization, which cannot be planned. {_MEASURE}")
+        raise Uncountable(f"{type(run.module).__name__} uses manual optimization, which cannot be planned. {MEASURE}")
     change, ledger = change or Change(), Ledger()
     with ExitStack() as stack, _errors_explained(run):
         dry_run = _dry_run(run, batch, dtype=_parameter_dtype(run))
@@ -212,16 +214,27 @@ def _errors_explained(run: Run) -> Iterator[None]:
         raise
     except NEEDS_VALUES as error:
         raise Uncountable(
-            f"{name}.training_step depends on values, as `.item()`, `nonzero` and boolean indices do, and memory is"
-            f" counted on tensors without values: {_in_one_line(error)}. {_MEASURE}"
+            f"{name}.training_step depends on values{_users_line(error)}: {_in_one_line(error)}. Memory is counted on"
+            " tensors without values. Log tensors without `.item()`, compute metrics in Metric objects of torchmetrics,"
+            f" and use torch.where in place of boolean indices. {MEASURE}"
         ) from error
     except Exception as error:
         reason = _in_one_line(error)
         reason = reason if reason == type(error).__name__ else f"{type(error).__name__}: {reason}"
         raise Uncountable(
             f"{name} failed in a dry run, on fake tensors and with a stand-in for the Trainer: {reason}."
-            " Use --batch with the shapes that training_step expects, or measure one step: `fit` with fast_dev_run."
+            f" Use --batch with the shapes that training_step expects. {MEASURE}"
         ) from error
+
+
+def _users_line(error: BaseException) -> str:
+    """Return the innermost line of the user's code in the traceback of ``error``."""
+    package = __name__.partition(".")[0]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and not {"site-packages", package} & {*path.parts}:
+            return f" at {path.name}:{frame.lineno}, `{frame.line}`"
+    return ""
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -354,7 +367,7 @@ def _loss(module: LightningModule, batch: Any) -> Tensor:
     if (loss := loss_in(output)) is None:
         raise Uncountable(
             f"{type(module).__name__}.training_step returned {type(output).__name__} instead of a loss, so that the"
-            f" memory of backward is unknown. {_MEASURE}"
+            f" memory of backward is unknown. {MEASURE}"
         )
     return loss
 

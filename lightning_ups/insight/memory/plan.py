@@ -12,6 +12,7 @@ from lightning_ups._compat.optional.packages import has
 from lightning_ups.insight.memory.account import Kind, Moment
 from lightning_ups.insight.memory.batches import batch_size, resized, sequence_length
 from lightning_ups.insight.memory.described_run import (
+    MEASURE,
     Change,
     OptimizerShare,
     Uncountable,
@@ -106,7 +107,7 @@ class Planner:
         if (size := self._settings.get("tensor_parallel_size") or 1) > 1:
             raise Uncountable(
                 f"{run.strategy.name}(tensor_parallel_size={size}) splits layers, which a plan does not count."
-                " Plan without it, or measure one step: `fit` with fast_dev_run and MemoryForensics."
+                f" Plan without it. {MEASURE}"
             )
         self._optimizers, self._microbatches = optimizers, microbatches
         self._steps: dict[Any, Step] = {}

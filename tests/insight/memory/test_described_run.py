@@ -7,6 +7,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
+from torchmetrics import MeanSquaredError, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile
 from lightning_ups.insight.memory.described_run import Change, Uncountable, measure_run, optimizer_share
@@ -198,7 +200,7 @@ def test_modules_of_other_libraries(name):
 
 def test_manual_optimization_is_refused():
     module, batch = FOREIGN["manual"]()
-    with pytest.raises(Uncountable, match=r"^Manual uses manual optimization.*fast_dev_run"):
+    with pytest.raises(Uncountable, match=r"^Manual uses manual optimization.*TokenThroughput"):
         measure_run(run(module), batch)
 
 
@@ -235,8 +237,12 @@ def fail(*_):
 @pytest.mark.parametrize(
     ("module", "shape", "reason"),
     [
-        (Depends(), (3, 4), r"Depends.training_step .*nonzero.*MemoryForensics"),
-        (Depends(), (3, 5), r"RuntimeError.*fast_dev_run\.$"),
+        (
+            Depends(),
+            (3, 4),
+            r"Depends.training_step .* at test_described_run\.py:\d+, `return y\[.*nonzero.*TokenThroughput",
+        ),
+        (Depends(), (3, 5), r"RuntimeError.*TokenThroughput"),
         (
             Failing(lambda module, batch: module.inner(**batch)),
             (3, 4),
@@ -258,6 +264,30 @@ def test_a_step_that_cannot_be_counted_names_the_reason_and_logs_nothing(monkeyp
 
 def test_a_step_that_needs_values_for_other_batches_only_is_counted():
     assert measure_run(run(Depends()), torch.empty(1, 4)).peak.total > 0
+
+
+class Metrics(Depends):
+    """Computes metrics, and takes its loss from one that is differentiable."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(4)
+        self.metrics = MetricCollection(
+            {"accuracy": MulticlassAccuracy(4), "f1": MulticlassF1Score(4)}, prefix="train/"
+        )
+        self.squared = MeanSquaredError()
+
+    def training_step(self, batch, _):
+        y, target = self.layer(batch), torch.zeros(len(batch), dtype=torch.long)
+        self.log("accuracy", self.accuracy(y, target).item())
+        self.accuracy.update(y, target)
+        self.log_dict({f"{name}_on_step": value for name, value in self.metrics(y, target).items()})
+        self.metrics["f1"].update(y, target)
+        return self.squared(y, torch.zeros_like(y))
+
+
+def test_metrics_do_not_need_values():
+    assert measure_run(run(Metrics()), torch.empty(8, 4)).peaks["backward"].total > 0
 
 
 class Sampling(Depends):

@@ -354,5 +354,5 @@ def test_another_strategy_is_planned_without_the_settings_of_the_declared_one():
 
 
 def test_tensor_parallelism_is_not_planned():
-    with pytest.raises(Uncountable, match=r"^FSDP2Strategy\(tensor_parallel_size=2\).*fast_dev_run"):
+    with pytest.raises(Uncountable, match=r"^FSDP2Strategy\(tensor_parallel_size=2\).*TokenThroughput"):
         planner(strategy=FSDP2Strategy, devices=2, tensor_parallel_size=2, tensor_parallel_plan="gpt")
