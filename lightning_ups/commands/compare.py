@@ -12,12 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_ups.config.output import WIDTH
 from lightning_ups.config.suggestions import parse_options
-from lightning_ups.insight.compare import MEAN_STEP, STEP, Effect, Side, different_settings, effects, percent, read_run
+from lightning_ups.insight.compare import (
+    MEAN_STEP,
+    STEP,
+    Effect,
+    Side,
+    different_settings,
+    effects,
+    kind_of_times,
+    percent,
+    read_run,
+)
 from lightning_ups.insight.report import Chart, Content, History, page
+
+_Sides = Sequence[Side]
+_Settings = Mapping[str, Sequence[Any]]  # by name, one value for each side
+_Found = Mapping[str, Sequence[Effect]]  # by the name of the side
 
 _MOST = 40  # settings on a screen; the JSON file has all
 _LONGEST = 60  # characters of a setting
@@ -131,7 +146,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def _notes(sides: Sequence[Side], found: Mapping[str, Sequence[Effect]]) -> Iterator[str]:
+def _notes(sides: _Sides, found: _Found) -> Iterator[str]:
     every = [effect for of in found.values() for effect in of]
     if any(len(side.runs) == 1 for side in sides):
         yield _ALONE
@@ -146,19 +161,12 @@ def _notes(sides: Sequence[Side], found: Mapping[str, Sequence[Effect]]) -> Iter
         yield "The batches differ in size: compare rates (per_s), not step times."
 
 
-def _print(
-    sides: Sequence[Side],
-    settings: Mapping[str, Sequence[Any]],
-    found: Mapping[str, Sequence[Effect]],
-    notes: Sequence[str],
-) -> None:
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+def _print(sides: _Sides, settings: _Settings, found: _Found, notes: Sequence[str]) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)  # no line of a pipe is wrapped
     rows = [(name, *map(_short, values)) for name, values in settings.items()]
     _print_table(console, "What differed", ("setting", *(side.name for side in sides)), rows[:_MOST])
-    if not rows:
-        console.print("  no setting that the runs store")
-    elif len(rows) > _MOST:
-        console.print(f"  and {len(rows) - _MOST} more: --json FILE lists all")
+    if len(rows) > _MOST or not rows:
+        console.print(f"  and {len(rows) - _MOST} more: --json FILE lists all" if rows else "  no stored setting")
     for name, of in found.items():
         head = ("", sides[0].name, name, "difference", "99 % interval", "verdict", "")
         _print_table(console, f"Effect of {name} against {sides[0].name}", head, [_row(effect) for effect in of])
@@ -168,18 +176,11 @@ def _print(
 
 def _print_table(console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     console.print(f"\n{title}", style="bold", markup=False)
-    if not rows:
-        return
-    if console.is_terminal:
-        table = Table(*head, box=None, header_style="dim")
-        for row in rows:
-            table.add_row(*row, style=next((_STYLES[cell] for cell in row if cell in _STYLES), None))
+    table = Table(*map(escape, head), box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*map(escape, row), style=next((_STYLES[cell] for cell in row if cell in _STYLES), None))
+    if rows:
         console.print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        console.print(f"  {line}".rstrip(), markup=False)
 
 
 def _row(effect: Effect) -> tuple[str, ...]:
@@ -201,12 +202,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def _content(
-    sides: Sequence[Side],
-    settings: Mapping[str, Sequence[Any]],
-    found: Mapping[str, Sequence[Effect]],
-    notes: Sequence[str],
-) -> Content:
+def _content(sides: _Sides, settings: _Settings, found: _Found, notes: Sequence[str]) -> Content:
     names = [side.name for side in sides]
     figures = [(f"{effect.name}, {name}", "  ".join(_row(effect)[1:])) for name, of in found.items() for effect in of]
     return Content(
@@ -218,12 +214,13 @@ def _content(
     )
 
 
-def _charts(sides: Sequence[Side], found: Mapping[str, Sequence[Effect]]) -> Iterator[Chart]:
+def _charts(sides: _Sides, found: _Found) -> Iterator[Chart]:
     """Yield a chart for each effect, with a line for each run, thinned out."""
+    runs, kind = [run for side in sides for run in side.runs], kind_of_times(sides) or ""
     for name in dict.fromkeys(effect.name for of in found.values() for effect in of if effect.name != MEAN_STEP):
         history = History()
-        for run in (run for side in sides for run in side.runs):
-            series = next(iter(run.times.values()), None) if name == STEP else run.series.get(name)
-            for step, value in zip(series.steps, series.values, strict=True) if series is not None else ():
+        for run in runs:
+            series = run.times.get(kind) if name == STEP else run.series.get(name)
+            for step, value in zip(series.steps, series.values, strict=True) if series else ():
                 history.add({run.name: float(value)}, int(step))
         yield Chart(title=f"{name}, s" if name == STEP else name, section="Curves", series=history.series)

@@ -1,10 +1,10 @@
 """What differed between two sides of one or more runs, and what effect that had."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import exp, isfinite
+from math import exp, isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from lightning_ups.insight.compare.reading import RunLog, Series, best_times
 
 FLOOR = 0.01  # two equal runs on one machine differ by up to about that in speed, which one run per side cannot show
 STEP, MEAN_STEP = "step time, typical", "step time, mean"
-_EACH_STEP = ("step_times.csv", "a column")
+EACH_STEP = ("step_times.csv", "a column")
 _SPEED = re.compile(r"(throughput|memory|gpu)/.+|.*(_per_s|_per_sec|_per_second|it_per_s)")
 _REPEATED = re.compile(r"throughput/(step_ms|step_p95_ms|.+_per_s_per_device)")
 _LAST = ("versions", "host", "device", "code", "environment")  # of the settings, for people
@@ -29,7 +29,7 @@ class Side:
     runs: Sequence[RunLog]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Effect:
     """The difference of one value between two sides.
 
@@ -47,10 +47,10 @@ class Effect:
     base: float
     new: float
     difference: Estimate
-    relative: bool
     points: int
     verdict: str
     note: str = ""
+    relative: bool = True
 
 
 def effects(base: Side, new: Side, *, warmup: int | None = None) -> list[Effect]:
@@ -67,8 +67,8 @@ def effects(base: Side, new: Side, *, warmup: int | None = None) -> list[Effect]
     names = [name for name in names if not (found and _REPEATED.fullmatch(name))]
     speed = [name for name in names if _SPEED.fullmatch(name)]
     metrics = [name for name in names if name not in speed]
-    found += [_speed(name, *_common(name, base, new, warmup)) for name in speed]
-    return found + [_metric(name, *_common(name, base, new, 0)) for name in metrics]
+    found += [_speed(name, *_common(base, new, lambda run, name=name: run.series[name], warmup)) for name in speed]
+    return found + [_metric(name, *_common(base, new, lambda run, name=name: run.series[name], 0)) for name in metrics]
 
 
 def different_settings(sides: Sequence[Side]) -> dict[str, list[Any]]:
@@ -86,106 +86,78 @@ def different_settings(sides: Sequence[Side]) -> dict[str, list[Any]]:
     return dict(sorted(found.items(), key=lambda item: item[0].partition("/")[0] in _LAST))
 
 
-# A series of each run at the steps that all have: those of base, and those of new
-_Values = tuple[Array, list[Array], list[Array]]
+def kind_of_times(sides: Sequence[Side]) -> str | None:
+    """Return the best source of step times that all runs have."""
+    return best_times(run for side in sides for run in side.runs)
 
 
-def _common(name: str, base: Side, new: Side, warmup: int | None, *, times: bool = False) -> _Values:
-    def of(run: RunLog) -> Series:
-        return (run.times if times else run.series)[name]
+_Values = tuple[Array, list[list[Array]]]  # steps that all runs have, and the values of each run there, by side
 
+
+def _common(base: Side, new: Side, of: Callable[[RunLog], Series], warmup: int | None) -> _Values:
     series = [[of(run) for run in side.runs] for side in (base, new)]
     steps = reduce(np.intersect1d, [each.steps for side in series for each in side])
     if len(steps) > 1:
         skipped = 0.1 * (steps[-1] - steps[0]) if warmup is None else warmup
         steps = steps[steps >= steps[0] + skipped]
-    at = [[each.values[np.searchsorted(each.steps, steps)] for each in side] for side in series]
-    return steps, at[0], at[1]
+    return steps, [[each.values[np.searchsorted(each.steps, steps)] for each in side] for side in series]
 
 
 def _step_times(base: Side, new: Side, warmup: int | None) -> Iterator[Effect]:
-    kind = best_times([*base.runs, *new.runs])
-    if kind is None:
+    if (kind := kind_of_times([base, new])) is None:
         return
-    steps, *sides = _common(kind, base, new, warmup, times=True)
-    note = f"from {kind}" if len(steps) else f"no step in common, by {kind}"
-    yield _speed(STEP, steps, *sides, note=note)
-    if kind in _EACH_STEP and len(steps):
+    steps, sides = _common(base, new, lambda run: run.times[kind], warmup)
+    yield _speed(STEP, steps, sides, note=f"from {kind}")
+    if kind in EACH_STEP and len(steps):
         mean = float(np.mean(sides[0]))
-        scaled = [[values / mean for values in side] for side in sides]
-        estimate, base_mean, new_mean = _difference(*scaled, typical=False)
-        yield Effect(
-            name=MEAN_STEP,
-            base=base_mean * mean,
-            new=new_mean * mean,
-            difference=estimate,
-            relative=True,
-            points=len(steps),
-            verdict=_verdict(estimate, alone=_alone(*sides), floor=FLOOR),
-            note="with slow steps",
-        )
+        found, *levels = _difference([[values / mean for values in side] for side in sides], typical=False)
+        verdict = _verdict(found, alone=_alone(sides), floor=FLOOR)
+        yield Effect(MEAN_STEP, levels[0] * mean, levels[1] * mean, found, len(steps), verdict, "with slow steps")
 
 
-def _speed(name: str, steps: Array, base: list[Array], new: list[Array], note: str = "") -> Effect:
+def _speed(name: str, steps: Array, sides: list[list[Array]], note: str = "") -> Effect:
     """Compare typical values by their ratio, or by their difference if some are not positive."""
-    relative = all(bool(np.all(values > 0)) for values in [*base, *new])
-    sides = [[np.log(values) if relative else values for values in side] for side in (base, new)]
-    estimate, *levels = _difference(*sides) if len(steps) else (Estimate(np.nan), np.nan, np.nan)
+    if not len(steps):
+        return Effect(name, nan, nan, Estimate(nan), 0, "not tested", "no step in common")
+    relative = all(bool(np.all(values > 0)) for side in sides for values in side)
+    logs = [[np.log(values) if relative else values for values in side] for side in sides]
+    found, *levels = _difference(logs)
     if relative:
-        estimate = Estimate(*(exp(each) - 1 for each in (estimate.value, estimate.low, estimate.high)))
+        found = Estimate(*(exp(min(each, 700)) - 1 for each in (found.value, found.low, found.high)))
         levels = [exp(level) for level in levels]
-    return Effect(
-        name=name,
-        base=levels[0],
-        new=levels[1],
-        difference=estimate,
-        relative=relative,
-        points=len(steps),
-        verdict=_verdict(estimate, alone=_alone(base, new), floor=FLOOR if relative else 0),
-        note=note,
-    )
+    verdict = _verdict(found, alone=_alone(sides), floor=FLOOR if relative else 0)
+    return Effect(name, levels[0], levels[1], found, len(steps), verdict, note, relative=relative)
 
 
-def _metric(name: str, steps: Array, base: list[Array], new: list[Array]) -> Effect:
+def _metric(name: str, steps: Array, sides: list[list[Array]]) -> Effect:
     """Compare the means over the last tenth of the steps, at least 10 of them and at most half."""
+    if not len(steps):
+        return Effect(name, nan, nan, Estimate(nan), 0, "not tested", "no step in common", relative=False)
     kept = max(1, min(len(steps) // 2, max(10, len(steps) // 10)))
-    ends = [[values[-kept:] for values in side] for side in (base, new)]
-    estimate, *levels = _difference(*ends, typical=False) if len(steps) else (Estimate(np.nan), np.nan, np.nan)
-    verdict, note = _verdict(estimate, alone=False), "" if len(steps) else "no step in common"
-    if _alone(base, new):
+    ends = [[values[-kept:] for values in side] for side in sides]
+    found, *levels = _difference(ends, typical=False)
+    verdict, note = _verdict(found, alone=False), ""
+    if _alone(sides):
         verdict = "beyond batch noise" if verdict == "significant" else verdict
-        differs = ~((base[0] == new[0]) | (np.isnan(base[0]) & np.isnan(new[0])))
-        if len(steps) and not differs.any():
-            verdict, estimate = "identical", Estimate(0.0, 0.0, 0.0)
-        elif len(steps) and differs.argmax():
+        differs = ~np.isclose(sides[0][0], sides[1][0], rtol=0, atol=0, equal_nan=True)
+        if not differs.any():
+            verdict, found = "identical", Estimate(0.0, 0.0, 0.0)
+        elif differs.argmax():
             note = f"identical before step {steps[differs.argmax()]:.0f}"
-    if len(steps) and not all(np.isfinite(values).all() for side in ends for values in side):
+    if not all(np.isfinite(values).all() for side in ends for values in side):
         verdict = "not finite"
-    return Effect(
-        name=name,
-        base=levels[0],
-        new=levels[1],
-        difference=estimate,
-        relative=False,
-        points=kept if len(steps) else 0,
-        verdict=verdict,
-        note=note,
-    )
+    return Effect(name, levels[0], levels[1], found, kept, verdict, note, relative=False)
 
 
-def _difference(base: list[Array], new: list[Array], *, typical: bool = True) -> tuple[Estimate, float, float]:
+def _difference(sides: list[list[Array]], *, typical: bool = True) -> tuple[Estimate, float, float]:
     """Return the difference, and the level of each side."""
-    levels = [[_level(values, typical=typical) for values in side] for side in (base, new)]
-    found = paired(base[0], new[0], typical=typical) if _alone(base, new) else groups(*levels)
+    levels = [[float(np.median(values) if typical else np.mean(values)) for values in side] for side in sides]
+    found = paired(sides[0][0], sides[1][0], typical=typical) if _alone(sides) else groups(*levels)
     return found, float(np.mean(levels[0])), float(np.mean(levels[1]))
 
 
-def _level(values: Array, *, typical: bool) -> float:
-    return float(np.median(values) if typical else np.mean(values))
-
-
-def _alone(base: Sequence[Any], new: Sequence[Any]) -> bool:
-    return len(base) == len(new) == 1
+def _alone(sides: Sequence[Sequence[Any]]) -> bool:
+    return all(len(side) == 1 for side in sides)
 
 
 def _verdict(estimate: Estimate, *, alone: bool, floor: float = 0.0) -> str:

@@ -26,8 +26,8 @@ _OF_MANIFEST = "the manifest"
 _KINDS = ("step_times.csv", "throughput/step_ms", "a column", "a clock", _OF_MANIFEST)  # the best first
 # What a run measures, where it lies and when it ran: effects, or different in all runs.
 _NO_SETTINGS = re.compile(
-    r"schema|run/(started|duration_s|kind)|report/TokenThroughput/.*|device/gpus/\d+/(clock|temp|power_w|util).*"
-    r"|config/(ckpt_path|trainer/(default_root_dir|logger)).*|compiled/.*|host/name"
+    r"schema|run/(started|duration_s|kind)|report/(TokenThroughput/.*|.*/lines(/.*)?|.*(_s|_ms|seconds))|compiled/.*"
+    r"|device/gpus/\d+/(clock|temp|power_w|util).*|config/(ckpt_path|trainer/(default_root_dir|logger)).*"
 )
 
 
@@ -97,15 +97,14 @@ def _read_folder(given: str, folder: Path, *, time: str | None, manifest: Path |
     series, times, settings = found.series, found.times, found.settings
     of_throughput = known.get("report", {}).get("TokenThroughput", {})
     written = of_throughput.get("step_times")
-    numbered = sorted(folder.glob("step_times*.csv"), key=lambda each: each.stat().st_mtime)
-    exact = folder / written if isinstance(written, str) else next(reversed(numbered), None)
-    if exact is not None and exact.exists():
+    exact = folder / written if isinstance(written, str) else folder / "step_times.csv"
+    if time is None and exact.exists():
         times["step_times.csv"] = _from_rows(str(exact), *_rows(exact), time="step_ms").times["a column"]
-    if isinstance(seconds := of_throughput.get("step_s"), float):
+    if time is None and isinstance(seconds := of_throughput.get("step_s"), float):
         times[_OF_MANIFEST] = Series(np.zeros(1), np.full(1, seconds))
-    if any(folder.glob("*.tfevents.*")) and not (series and times):
+    if any(folder.glob("*.tfevents.*")):
         of_events, clocks = _events(folder)
-        series, times = of_events | series, clocks | times
+        series, times = of_events | series, (clocks | times if time is None else times)
     if not (series or times or known):
         inside = sorted({each.parent.relative_to(folder).as_posix() for each in folder.glob("*/*") if _is_log(each)})
         cure = f"Name one of its runs, such as {given.rstrip('/')}/{inside[-1]}." if inside else "Name a run's folder."
@@ -150,12 +149,9 @@ def _rows(path: Path) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
         content = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}. Give a CSV or JSON export of a run's history.") from None
-    if isinstance(content, dict) and content and all(isinstance(each, (dict, list)) for each in content.values()):
-        columns = {  # of pandas' to_json
-            name: dict(enumerate(each)) if isinstance(each, list) else each for name, each in content.items()
-        }
-        keys = dict.fromkeys(key for column in columns.values() for key in column)
-        content = [{name: column.get(key) for name, column in columns.items()} for key in keys]
+    if isinstance(content, dict) and content and all(isinstance(each, dict) for each in content.values()):
+        keys = dict.fromkeys(key for column in content.values() for key in column)  # of pandas' to_json
+        content = [{name: column.get(key) for name, column in content.items()} for key in keys]
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise ValueError(f"{path} has no rows. Give a list of objects, one for each row, or a CSV export.")
     return content, {}
@@ -168,26 +164,24 @@ def _from_rows(given: str, rows: Sequence[Mapping[str, Any]], settings: dict[str
         raise ValueError(
             f"{given} has no column of steps, but {', '.join([*columns][:5]) or 'no columns'}. Name one of them 'step'."
         )
-    if time is not None and time not in columns:
-        raise ValueError(f"{given} has no column {time!r} (--time), but {', '.join([*columns][:12])}.")
     columns = {name: _column(rows, step, name) for name in columns if name != step}
     columns = {name: series for name, series in columns.items() if len(series.steps)}
     runs = {name.partition(" - ")[0] for name in columns if " - " in name}
     if len(runs) > 1:
         raise ValueError(f"{given} holds {len(runs)} runs: {', '.join(sorted(runs)[:5])}. Export one run to a file.")
     columns = {name.partition(" - ")[2] or name: series for name, series in columns.items()}
+    if time is not None and time not in columns:
+        raise ValueError(f"{given} has no column {time!r} (--time), but {', '.join([*columns][:12])}.")
     times: dict[str, Series] = {}
     for name in [*columns] if time is None else [time]:
         found, last = columns[name], _last(name)
         if name == "throughput/step_ms":
             times[name] = Series(found.steps, found.values / 1e3)
-        elif _STEP_TIME.fullmatch(last) or (name == time and not _is_clock(found)):
+        elif _is_clock(found) and not _STEP_TIME.fullmatch(last) and (name == time or _CLOCK.fullmatch(last)):
+            times.setdefault("a clock", _between(found))
+        elif name == time or _STEP_TIME.fullmatch(last) or _CLOCK.fullmatch(last):
             seconds = found.values / (1e3 if re.search(r"(\b|_)ms(\b|_)", last) else 1)
             times.setdefault("a column", Series(found.steps, seconds))
-        elif _CLOCK.fullmatch(last) or name == time:
-            times.setdefault(
-                "a clock" if _is_clock(found) else "a column", _between(found) if _is_clock(found) else found
-            )
         else:
             continue
         del columns[name]
