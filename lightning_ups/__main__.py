@@ -38,6 +38,8 @@ TOOLS = {
     "plan": _Tool("predict the memory of a configuration without a GPU, and what to change", "commands.plan"),
     "verify": _Tool("check that a configuration trains as the plain model does", "commands.verify"),
     "advise": _Tool("measure which layers would be faster in float8, and by how much", "commands.advise"),
+    "tune": _Tool("find the fastest settings that fit in memory and train the same", "commands.tune"),
+    "ablate": _Tool("measure what each part of a configuration gains", "commands.ablate"),
     "diagnose": _Tool("find out by experiments what slows a run down, and try the fix", "commands.diagnose"),
     "compare": _Tool("compare runs: what differed, and what effect it had, significant or noise", "commands.compare"),
     "gate": _Tool("exit code for CI: a run at most so much slower than another, its loss in a band", "commands.gate"),

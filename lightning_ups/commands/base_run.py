@@ -1,0 +1,208 @@
+"""The run that `ablate` and `tune` start from: its words, its preset, and what the user's files set."""
+
+import os
+import platform
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from inspect import getsourcefile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch.plugins import Precision
+
+from lightning_ups.config import presets
+from lightning_ups.config.classes import class_name
+from lightning_ups.config.command_line import read_command_line
+from lightning_ups.config.layers import Layer, items, section
+from lightning_ups.config.merge import kind_of
+from lightning_ups.config.requested_run import RequestedRun
+from lightning_ups.insight.report import reserve
+from lightning_ups.insight.tune import (
+    Configuration,
+    Store,
+    Tree,
+    default_folder,
+    digest,
+    digest_of_files,
+    leaves,
+    shape_of,
+    versions,
+    visible_devices,
+)
+
+Parse = Callable[[Sequence[str]], RequestedRun]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A fragment with a name."""
+
+    name: str
+    tree: Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseRun:
+    """The user's run.
+
+    Args:
+        words: The options of fit, without the preset.
+        preset: The name of its preset, found by the device for ``auto``; None: there is none.
+        requested: The run as configured.
+        layers: The settings of the user's files and options, without those of the preset.
+        identity: What a measurement depends on, beside the words.
+    """
+
+    words: Sequence[str]
+    preset: str | None
+    requested: RequestedRun
+    layers: Sequence[Layer]
+    identity: Tree
+
+    def configuration(self, *fragments: str, preset: str | None) -> Configuration:
+        """Return the run with fragments and a preset; None: no preset."""
+        return Configuration(words=self.words, preset=preset or "none", fragments=fragments)
+
+    @property
+    def explicit(self) -> dict[str, Any]:
+        """The user's settings by dotted key; classes in lists by ``callbacks.NAME`` and ``plugins.NAME``."""
+        found: dict[str, Any] = {}
+        for layer in self.layers:
+            for key, value in leaves(layer.tree):
+                name = key.removeprefix("trainer.").rstrip("+-")
+                if name in ("callbacks", "plugins"):
+                    found |= {f"{name}.{class_name(item)}": item for item in items(value)}
+                elif isinstance(value, dict):  # a class
+                    found[key] = value["class_path"]
+                    found |= {f"{key}.{inner}": each for inner, each in leaves(value.get("init_args") or {})}
+                else:
+                    found[key.replace(".init_args.", ".")] = value
+        return found
+
+    @property
+    def sets_precision(self) -> bool:
+        """Whether the user chose the precision."""
+        return any(
+            section(layer.tree, "trainer").get("precision") is not None
+            or any(_is_precision(item) for key in ("plugins", "plugins+") for item in _listed(layer.tree, key))
+            for layer in self.layers
+        )
+
+    def devices(self, count: int | None) -> tuple[list[str], int]:
+        """Return the names of the GPUs that trials may use, at most ``count``, and how many one trial needs.
+
+        Raises:
+            ValueError: If a trial needs more, or the run has several nodes.
+        """
+        run = self.requested.run
+        if run.num_nodes > 1:
+            raise ValueError(
+                f"trainer.num_nodes is {run.num_nodes}, but trials run on one machine. Give --trainer.num_nodes 1."
+            )
+        if run.accelerator != "cuda" or not torch.cuda.is_available():
+            return [], run.num_devices
+        found = visible_devices(min(count or run.num_devices, torch.cuda.device_count()))
+        if len(found) < run.num_devices:
+            raise ValueError(
+                f"The run needs {run.num_devices} GPUs, and {len(found)} may be used."
+                f" Give --trainer.devices {len(found)}, or more --devices."
+            )
+        return found, run.num_devices
+
+
+def base_of(parse: Parse, words: Sequence[str]) -> BaseRun:
+    """Return the run that ``words``, options of fit, describe."""
+    requested = parse(words)
+    given = read_command_line(["fit", *words], slots={}).given
+    layers = [layer for layer in given if not layer.name.startswith("preset ")]
+    module = requested.run.module
+    source = getsourcefile(type(module))
+    return BaseRun(
+        words=_without_preset(words),
+        preset=requested.preset,
+        requested=requested,
+        layers=layers,
+        identity={
+            "files": digest([layer.tree for layer in layers]),
+            "model": shape_of(module),
+            "source": digest_of_files([source] if source else []),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
+            "versions": versions(),
+        },
+    )
+
+
+def parts_of_preset(base: BaseRun) -> Iterator[Part]:
+    """Yield each part of the preset that no setting of the user replaces."""
+    explicit = base.explicit
+    tree = yaml.safe_load(presets.text(base.preset)) if base.preset else {}
+    trainer = dict(section(tree, "trainer"))
+    trainer.pop("accelerator", None)  # where it runs is not an optimization
+    for key in ("plugins", "callbacks"):
+        for item in items(trainer.pop(key, None)):
+            if f"{key}.{class_name(item)}" not in explicit and not (base.sets_precision and _is_precision(item)):
+                yield Part(name=class_name(item), tree={"trainer": {f"{key}+": [item]}})
+    for name, settings in {"trainer": trainer, **{key: tree[key] for key in tree if key != "trainer"}}.items():
+        for key, value in settings.items():
+            if f"{name}.{key}" not in explicit and not (key == "precision" and base.sets_precision):
+                yield Part(name=f"{name}.{key}", tree={name: {key: value}})
+
+
+def accelerator_of_preset(base: BaseRun) -> Tree:
+    """Return the fragment that keeps a run on the device that its preset chooses."""
+    tree = yaml.safe_load(presets.text(base.preset)) if base.preset else {}
+    accelerator = section(tree, "trainer").get("accelerator")
+    kept = accelerator is not None and "trainer.accelerator" not in base.explicit
+    return {"trainer": {"accelerator": accelerator}} if kept else {}
+
+
+def add_common_options(parser: ArgumentParser, *, seconds: float, output: str) -> None:
+    """Add the options that `ablate` and `tune` share."""
+    parser.add_argument("--seconds", type=float, default=seconds, help=f"of measuring in a trial at most; {seconds:g}")
+    parser.add_argument("--limit", type=float, default=300, help="seconds after which a trial is killed; 300")
+    parser.add_argument(
+        "--output", type=Path, default=Path(output), help=f"name of the files, without ending; {output}"
+    )
+    parser.add_argument("--store", type=Path, help="folder of measured results; one in the user's cache")
+    parser.add_argument("--fresh", action="store_true", help="measure again what the store has")
+
+
+def store_of(folder: Path | None, *, fresh: bool) -> Store | None:
+    """Return the store of results; None: nothing is reused or kept."""
+    return None if fresh else Store(folder or default_folder())
+
+
+def write_new(output: Path, ending: str, text: str) -> Path:
+    """Write ``text`` to a new file and return its path: NAME, NAME-2, and so on."""
+    path = reserve(output.parent, name=output.name, ending=ending)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _cpu() -> str:
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _without_preset(words: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    skips = False
+    for word in words:
+        if skips:
+            skips = False
+        elif word == "--preset":
+            skips = True
+        elif not word.startswith("--preset="):
+            kept.append(word)
+    return kept
+
+
+def _is_precision(item: Any) -> bool:
+    kind = kind_of(item)
+    return kind is not None and issubclass(kind, Precision)
+
+
+def _listed(tree: Tree, key: str) -> list[Any]:
+    return items(section(tree, "trainer").get(key))

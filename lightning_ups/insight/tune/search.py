@@ -1,0 +1,329 @@
+"""The search of `tune`: single changes, their combination, and a final between the best few."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_ups.insight.tune.axes import Choice, Objective, Space
+from lightning_ups.insight.tune.effects import Gain, Rounds, loss_difference
+from lightning_ups.insight.tune.engine import Configuration, Effort, Engine
+from lightning_ups.insight.tune.result import Result
+
+_PROMISING = 0.97  # of the best short trial
+_HOPELESS = 0.9  # of the best
+_MORE = 0.005  # by which another setting must be better, and the stock setting may be worse
+_FINALISTS = 3
+_NEAR = 0.9  # of the best; others are not worth a final
+_ROUNDS = 5
+_LOSS_DIFFERS = 0.05  # of the mean loss of the first steps
+_SEARCHING, _FINALS = 0.7, 0.85  # shares of the time
+
+
+@dataclass(kw_only=True)
+class Row:
+    """A configuration and what is known of it.
+
+    Args:
+        name: What differs from the stock run.
+        choice: Its settings; None: a run as the user or a preset has it.
+        configuration: What a trial runs.
+        result: The best-known result; None: it was not run.
+        finals: Results of the final, by round.
+        why: Why it was not run, or was rejected.
+        verified: What `verify` found; None: it was not asked.
+    """
+
+    name: str
+    choice: Choice | None
+    configuration: Configuration
+    result: Result | None = None
+    finals: list[Result] = field(default_factory=list)
+    why: str = ""
+    verified: str | None = None
+
+    @property
+    def has_worked(self) -> bool:
+        """Whether it was measured, and not rejected."""
+        return self.result is not None and self.result.failure is None and not self.why
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What `verify` says: whether it rejects a configuration, and in which words."""
+
+    rejects: bool
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a search found. ``best`` is None if nothing works; ``gain`` is that over the stock run."""
+
+    rows: Sequence[Row]
+    best: Row | None
+    gain: Gain | None
+    gains: Mapping[str, float]  # of each setting of the best choice, by axis
+    is_complete: bool
+
+
+class Search:
+    """Looks for the best choice of a space.
+
+    Args:
+        engine: Runs trials.
+        space: The axes.
+        configuration: Returns the configuration of a choice.
+        admit: Returns why a configuration cannot work, or None.
+        verify: Checks that a configuration trains as the plain model does.
+        objective: What is improved.
+        seconds: Of a trial at its full length.
+        limit: Seconds after which a trial is killed.
+        deadline: By `time.monotonic`; trials that are under way then are awaited.
+        show: Called with all rows after each change.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        space: Space,
+        *,
+        configuration: Callable[[Choice], Configuration],
+        admit: Callable[[Configuration], str | None],
+        verify: Callable[[Configuration], Verification],
+        objective: Objective = "throughput",
+        seconds: float = 10.0,
+        limit: float = 300.0,
+        deadline: float,
+        show: Callable[[Sequence[Row]], None] = lambda _: None,
+    ) -> None:
+        self._engine, self._space, self._configuration = engine, space, configuration
+        self._admit, self._verify, self._show = admit, verify, show
+        self._objective: Objective = objective
+        self._full = {"seconds": seconds, "limit": limit}
+        self._short: dict[str, Any] = {"seconds": seconds / 3, "limit": limit, "precision": 0.02}
+        self._began, self._deadline = time.monotonic(), deadline
+        self.rows: list[Row] = []
+        self._by_choice: dict[tuple[tuple[str, str], ...], Row] = {}
+        self._stock: Row | None = None
+        self._hopeless: set[tuple[str, str]] = set()
+
+    def run(self, given: Sequence[Row]) -> Outcome:
+        """Search, and return the outcome: after Ctrl-C too, with what is known by then.
+
+        Args:
+            given: Configurations to beat. The first is the stock run.
+        """
+        best: Row | None = None
+        try:
+            self.rows = [*given]
+            self._stock = given[0]
+            self._measure(given, self._full)
+            best = self._searched()
+            best = self._final(best)
+        except KeyboardInterrupt:
+            return self._outcome(self._best(self.rows), is_complete=False)
+        return self._outcome(best, is_complete=True)
+
+    def score(self, row: Row) -> float:
+        """Return the figure that is improved; more is better."""
+        result = row.result
+        if result is None or not row.has_worked:
+            return 0.0
+        if self._objective == "memory":
+            return 1e12 / max(result.peak_bytes, 1)
+        return result.samples_per_s / (result.devices if self._objective == "cost" else 1)
+
+    # Single changes and their combination
+
+    def _searched(self) -> Row | None:
+        start = self._row(self._space.start)
+        stock = self._row(self._space.stock)
+        self._measure([start, stock] if start is not stock else [start], self._full)
+        best = start if self.score(start) >= self.score(stock) else stock
+        while not self._is_late(_SEARCHING):
+            improved = self._combined(best, self._alternatives(best))
+            if improved is best:
+                break
+            best = improved
+        return best
+
+    def _alternatives(self, best: Row) -> list[tuple[str, str, float]]:
+        """Measure each choice that differs in one axis; return axis, setting and score, the best first."""
+        assert best.choice is not None
+        found = [
+            (axis, self._row(choice))
+            for axis, choice in self._space.neighbors(best.choice)
+            if (axis, choice[axis]) not in self._hopeless
+        ]
+        self._measure([row for _, row in found], {**self._short, "floor": self._floor(best)})
+        self._hopeless |= {(axis, (row.choice or {})[axis]) for axis, row in found if self._is_hopeless(row, best)}
+        scores = [(axis, (row.choice or {})[axis], self.score(row)) for axis, row in found if row.has_worked]
+        return sorted(scores, key=lambda each: -each[2])
+
+    def _is_hopeless(self, row: Row, best: Row) -> bool:
+        """Return whether a setting need not be tried again when others have changed."""
+        if row.result is None or row.result.failure == "out of memory":
+            return False
+        return row.result.failure is not None or self.score(row) < _HOPELESS * self.score(best)
+
+    def _combined(self, best: Row, alternatives: Sequence[tuple[str, str, float]]) -> Row:
+        """Add one change after another, each if the run is better with it."""
+        for axis, setting, score in alternatives:
+            assert best.choice is not None
+            if self._is_late(_SEARCHING):
+                break
+            is_stock = setting == self._space.stock[axis]
+            if best.choice[axis] == setting or score < _PROMISING * self.score(best):
+                continue
+            row = self._row({**best.choice, axis: setting})
+            self._measure([row], {**self._full, "floor": self._floor(best)}, again=True)
+            # A file with fewer lines is better than one that is as fast.
+            wanted = self.score(best) * (1 - _MORE if is_stock else 1 + _MORE)
+            if row.has_worked and self.score(row) > wanted:
+                best = row
+        return best
+
+    def _row(self, choice: Choice) -> Row:
+        key = tuple(sorted(choice.items()))
+        if key not in self._by_choice:
+            named = [f"{axis}: {setting}" for axis, setting, _ in self._space.parts(choice)]
+            row = Row(name=", ".join(named) or "no setting", choice=choice, configuration=self._configuration(choice))
+            # A choice without settings is the stock run, which was measured.
+            row = self._stock if self._stock is not None and self._is_stock(row) else row
+            if row.choice is None:
+                row.choice = choice
+            self._by_choice[key] = row
+            if row not in self.rows:
+                self.rows.append(row)
+        return self._by_choice[key]
+
+    def _is_stock(self, row: Row) -> bool:
+        assert self._stock is not None
+        return row.configuration == self._stock.configuration
+
+    def _measure(self, rows: Sequence[Row], effort: Mapping[str, Any], *, again: bool = False) -> None:
+        """Run the rows that were not run, several at once; ``again``: also those that had a short trial."""
+        started = []
+        for row in rows:
+            if row.why or (row.result is not None and (not again or row.result.failure is not None)):
+                continue
+            if self._is_late(_SEARCHING) and any(each.has_worked for each in self.rows):
+                break
+            if (why := self._admit(row.configuration)) is not None:
+                row.why = why
+                self._show(self.rows)
+                continue
+            started.append((row, self._engine.start(row.configuration, Effort(**effort))))
+            if len(started) % self._engine.parallel == 0:
+                self._await(started)
+                started = []
+        self._await(started)
+
+    def _await(self, started: Sequence[Any]) -> None:
+        for row, future in started:
+            row.result = future.result()
+            self._show(self.rows)
+
+    def _floor(self, best: Row) -> float:
+        return best.result.samples_per_s if best.result is not None and self._objective == "throughput" else 0.0
+
+    def _is_late(self, share: float) -> bool:
+        return time.monotonic() > self._began + share * (self._deadline - self._began)
+
+    # The final
+
+    def _best(self, rows: Sequence[Row]) -> Row | None:
+        return max((row for row in rows if row.has_worked), key=self.score, default=None)
+
+    def _final(self, best: Row | None) -> Row | None:
+        """Return the best of the best few that trains as the plain model does, measured by turns."""
+        if best is None:
+            return None
+        ranked = sorted((row for row in self.rows if row.has_worked), key=lambda row: -self.score(row))
+        # The search has preferred the choice with fewer settings among equals.
+        ranked = [*([best] if best.has_worked else []), *(row for row in ranked if row is not best)]
+        finalists: list[Row] = []
+        while ranked and len(finalists) < _FINALISTS:
+            row = ranked.pop(0)
+            is_near = not finalists or self.score(row) > _NEAR * self.score(finalists[0])
+            if is_near and self._is_sound(row):
+                finalists.append(row)
+        if not finalists:
+            return None
+        if self._stock is not None and self._stock.has_worked and self._stock not in finalists:
+            finalists.append(self._stock)  # for the gain
+        self._rounds(finalists)
+        if self._objective != "throughput":
+            return max(finalists, key=self.score)
+        known = Rounds({row.name: row.finals for row in finalists})
+        if self._stock is not None and self._stock in finalists:  # a setting stays if it is better beyond doubt
+            better = [row for row in finalists if known.gain(row.name, self._stock.name).low > 0]
+            finalists = better or [self._stock]
+        fastest = max(finalists, key=lambda row: known.gain(row.name, finalists[0].name).value)
+        return fastest if known.gain(fastest.name, finalists[0].name).low > 0 else finalists[0]
+
+    def _rounds(self, rows: Sequence[Row]) -> None:
+        for number in range(_ROUNDS):
+            if number and self._is_late(_FINALS):
+                return
+            for row in rows:  # one at a time: neighbors would take of the host's cores
+                found = self._engine.run(row.configuration, Effort(**self._full, round=number + 1))
+                if found.failure is None:
+                    row.finals.append(found)
+                self._show(self.rows)
+            if any(len(row.finals) <= number for row in rows):
+                for row in rows:  # a round counts if all of it worked
+                    del row.finals[number:]
+                    row.finals = row.finals or [row.result] if row.result is not None else []
+                return
+            known = Rounds({row.name: row.finals for row in rows})
+            gains = [known.gain(row.name, rows[0].name) for row in rows[1:]]
+            if number and all(gain.low > 0 or gain.high < 0 for gain in gains):
+                return
+
+    def _is_sound(self, row: Row) -> bool:
+        """Return whether the losses are those of the stock run, and `verify` does not reject it."""
+        stock = self._stock
+        if row is stock:
+            return True
+        assert row.result is not None
+        if stock is not None and stock.result is not None:
+            loss = loss_difference(row.result, stock.result)
+            if loss is not None and not abs(loss) < _LOSS_DIFFERS:
+                row.why = f"rejected: the losses of its first steps differ by {loss:+.1%}"
+                self._show(self.rows)
+                return False
+        found = self._verify(row.configuration)
+        row.verified = found.text
+        if found.rejects:
+            row.why = f"rejected by verify: {found.text}"
+        self._show(self.rows)
+        return not found.rejects
+
+    # The outcome
+
+    def _outcome(self, best: Row | None, *, is_complete: bool) -> Outcome:
+        gain = None
+        if best is not None and self._stock is not None and self._stock.has_worked and best.result is not None:
+            both = [row.finals or ([row.result] if row.result is not None else []) for row in (best, self._stock)]
+            gain = Rounds({"best": both[0], "stock": both[1]}).gain("best", "stock")
+        gains = {}
+        if best is not None and best.choice is not None:
+            for axis, _, _ in self._space.parts(best.choice):
+                if (value := self._gain_of(axis, best.choice)) is not None:
+                    gains[axis] = value
+        return Outcome(rows=self.rows, best=best, gain=gain, gains=gains, is_complete=is_complete)
+
+    def _gain_of(self, axis: str, choice: Choice) -> float | None:
+        """Return the gain of a setting over the stock one, from the measured pair that is most like ``choice``."""
+        pairs: list[tuple[int, float]] = []
+        for row in self._by_choice.values():
+            if row.choice is None or row.choice[axis] != choice[axis] or not row.has_worked:
+                continue
+            key = tuple(sorted({**row.choice, axis: self._space.stock[axis]}.items()))
+            other = self._by_choice.get(key)
+            if other is not None and other.has_worked and self.score(other):
+                alike = sum(row.choice[name] == setting for name, setting in choice.items())
+                pairs.append((alike, self.score(row) / self.score(other) - 1))
+        return max(pairs)[1] if pairs else None

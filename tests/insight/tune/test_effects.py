@@ -1,0 +1,52 @@
+import random
+
+import pytest
+
+from lightning_ups.insight.tune import Result, Rounds, loss_difference
+
+
+def rounds(drift, noise=0.002, error=0.001, seed=0, **speeds):
+    draw = random.Random(seed)
+    return Rounds(
+        {
+            name: [Result(samples_per_s=speed * each * draw.gauss(1, noise), error=error) for each in drift]
+            for name, speed in speeds.items()
+        }
+    )
+
+
+def test_drift_of_the_machine_moves_no_gain():
+    found = rounds([1.0, 0.7, 1.4], a=100, b=110, c=100)
+    gain = found.gain("b", "a")
+    assert gain.value == pytest.approx(0.10, abs=0.01)
+    assert gain.low < 0.1 < gain.high
+    assert gain.high - gain.low < 0.03
+    assert gain.verdict == "worth it"
+    assert found.gain("a", "b").verdict == "harmful"
+    assert found.gain("c", "a").verdict == "neutral"
+
+
+def test_identical_configurations_are_neutral():
+    verdicts = [rounds([1, 1, 1], noise=0.02, seed=seed, a=100, b=100, c=100).gain("b", "a") for seed in range(100)]
+    assert sum(each.verdict != "neutral" for each in verdicts) <= 8
+
+
+def test_the_interval_contains_the_truth():
+    gains = [rounds([1, 1.2, 0.9], noise=0.03, seed=seed, a=100, b=105, c=90).gain("b", "a") for seed in range(200)]
+    assert 180 <= sum(each.low < 0.05 < each.high for each in gains) <= 199
+
+
+def test_one_round_has_the_interval_of_its_steps():
+    gain = rounds([1.0], noise=0, error=0.02, a=100, b=103).gain("b", "a")
+    assert gain.low < 0 < gain.high
+    assert gain.verdict == "neutral"
+
+
+def test_a_certain_but_tiny_gain_is_neutral():
+    assert rounds([1, 1, 1], noise=1e-5, error=1e-5, a=1000, b=1005).gain("b", "a").verdict == "neutral"
+
+
+def test_losses_are_compared_over_the_steps_that_both_have():
+    one, other = Result(losses=[1.1, 2.2, 9.0]), Result(losses=[1.0, 2.0])
+    assert loss_difference(one, other) == pytest.approx(0.1)
+    assert loss_difference(one, Result()) is None
