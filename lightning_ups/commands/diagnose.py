@@ -25,18 +25,14 @@ from lightning_ups.config.layers import items
 from lightning_ups.config.output import note
 from lightning_ups.config.parser import UpsParser
 from lightning_ups.insight.diagnose import Facts, Finding, Probe, findings
+from lightning_ups.insight.throughput import PHASE_NAMES
 
 Row = dict[str, Any]
 _PROBE = "--probe"  # FILE: for the processes that this command starts
 _FOLDER = ".diagnose-"
 _START_S = 120.0  # for imports, data, compilation and warm-up; longer if more minutes are given
 _LIMIT_S = 60.0  # for one experiment; likewise
-_PHASE_NAMES = {
-    "data": "waiting for data",
-    "transfer": "host to device",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
+_PHASE_NAMES = PHASE_NAMES | {
     "logging": "logging and printing",
     "checkpoint": "checkpoints",
     "between epochs": "between epochs",
@@ -123,7 +119,10 @@ class _Diagnosis:
         if tries_fix and first is not None and first.fix.can_be_tried and self._left > 5:
             fix = {"loader": first.fix.loader, "optimizer": first.fix.optimizer}
             speed = self._try(f"fix: {first.name}", first.fix.options, fix)
-            self.gain = speed if isinstance(speed, float) else None
+            # Before and after the fix, since other load on the machine changes.
+            again = self._try("the same run again", []) if isinstance(speed, float) and self._left > 5 else 1.0
+            if isinstance(speed, float) and isinstance(again, float):
+                self.gain = speed / ((1 + again) / 2)
         if self.facts["world_size"] > 1 and self._left > 60:
             speed = self._try("1 device", ["--trainer.devices=1"])
             if isinstance(speed, float):
@@ -157,8 +156,8 @@ class _Diagnosis:
         elif name != "all":
             self.facts |= row["facts"]
             self.facts["done"] = [*self.facts.get("done", ()), name]
-        if name in ("steps", "parts", "batches", "exchange") and self.facts.get("mean_s"):
-            self._console.print(f"{name}: {_summary(name, self.facts)}", highlight=False)
+        if name != "all":
+            self._console.print(f"{name}: {row.get('error') or 'done'}", highlight=False)
 
     def _child(
         self, spec: Row, collect: Callable[[Row], None], *, options: Sequence[str] = (), title: str = "experiments"
@@ -267,58 +266,50 @@ def _table(title: str, rows: Any) -> Table:
     return table
 
 
-def _summary(name: str, facts: Mapping[str, Any]) -> str:
-    if name == "steps":
-        return f"{facts['steps']} steps of {_seconds(facts['mean_s'])}"
-    return ", ".join(value for _, value in _evidence(facts, only=name)) or "not applicable"
-
-
-def _evidence(facts: Mapping[str, Any], *, only: str | None = None) -> Iterator[tuple[str, str]]:
+def _evidence(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     f = Facts(facts)
-    parts = (("forward only", "forward_s"), ("forward and backward", "backward_s"), ("the whole step", "full_s"))
-    rows: list[tuple[str, str, str]] = []
-    rows += [("parts", f"{name}, batch on the device", _seconds(f[key])) for name, key in parts if f[key]]
+    for name, key in (("forward only", "forward_s"), ("forward and backward", "backward_s"), ("full step", "full_s")):
+        if f[key]:
+            yield f"{name}, batch on the device", _seconds(f[key])
     if f["loader_rate"]:
-        rows.append(("loader", "the loader alone", f"{f['loader_rate']:,.0f} samples/s"))
+        yield "the loader alone", f"{f['loader_rate']:,.0f} samples/s"
     if f["device_rate"]:
-        rows.append(("loader", "the step without it", f"{f['device_rate']:,.0f} samples/s"))
+        yield "the step without it", f"{f['device_rate']:,.0f} samples/s"
     if f["rate_same"]:
-        speeds = [f"{f[f'rate_{name}'] / f['rate_same']:.2f}" for name in ("half", "twice")]
-        rows.append(("batches", "half and twice the batch", f"{speeds[0]} and {speeds[1]} times the speed"))
+        half, twice = (f[f"rate_{name}"] / f["rate_same"] for name in ("half", "twice"))
+        yield "half and twice the batch", f"{half:.2f} and {twice:.2f} times the speed"
     if f["reference_optimizer_s"]:
-        rows.append(("optimizer", "a fused AdamW instead", _seconds(f["reference_optimizer_s"])))
+        yield "a fused AdamW instead", _seconds(f["reference_optimizer_s"])
     if f["silent_s"]:
-        rows.append(("exchange", "without the exchange", f"{_seconds(f['silent_s'])} of {_seconds(f['exchange_s'])}"))
+        yield "without the exchange", f"{_seconds(f['silent_s'])} of {_seconds(f['exchange_s'])}"
     if f["slowest_s"]:
-        text = f"rank {f['slowest_rank']}: {_seconds(f['slowest_s'])}, others {_seconds(f['others_s'])}"
-        rows.append(("ranks", "own work of a step", text))
-    rows.append(("steps", "compiled after warm-up", f"{int(f['compilations'])} times, {f['compile_share']:.0%}"))
+        own = f"rank {f['slowest_rank']}: {_seconds(f['slowest_s'])}, others {_seconds(f['others_s'])}"
+        yield "own work of a step", own
+    yield "compiled after warm-up", f"{int(f['compilations'])} times, {f['compile_share']:.0%} of the time"
     if f.on_gpu:
-        rows += _gpu_rows(f)
+        yield from _gpu_rows(f)
     for name, rate in (f.get("bandwidth") or {}).items():
-        label = "memory" if name == "memory" else f"host to device, {name}"
-        rows.append(("bandwidth", label, f"{rate / 1e9:,.1f} GB/s"))
+        yield "memory" if name == "memory" else f"host to device, {name}", f"{rate / 1e9:,.1f} GB/s"
     for each in f.get("collectives") or ():
         rate = f"{_seconds(each['seconds'])}, {each['bus_bytes_per_s'] / 1e9:.2f} GB/s"
-        rows.append(("collectives", f"{each['what']} of {each['bytes'] / 1024:,.0f} KiB", rate))
+        yield f"{each['what']} of {each['bytes'] / 1024:,.0f} KiB", rate
     for each in f.get("operators") or ():
         roof = f", {each['of_peak']:.0%} of the {each['bound']} roof" if "bound" in each else ""
-        rows.append(("operators", each["name"][:48], f"{each['share']:.0%} of the work, {each['count']}x{roof}"))
-    yield from ((label, value) for group, label, value in rows if only in (None, group))
+        yield each["name"][:48], f"{each['share']:.0%} of the work, {each['count']}x{roof}"
 
 
-def _gpu_rows(f: Facts) -> Iterator[tuple[str, str, str]]:
+def _gpu_rows(f: Facts) -> Iterator[tuple[str, str]]:
     if f["idle"]:
-        yield "device", "idle", f"{f['idle']:.0%}"
+        yield "idle", f"{f['idle']:.0%}"
     for place, count in (f.get("waits") or ())[:3]:
-        yield "device", "the host waits", f"{place}, {count}x"
-    yield "device", "memory", f"{f['memory_used']:.0%} used, {f['fragmentation']:.0%} of it fragmented"
+        yield "the host waits", f"{place}, {count}x"
+    yield "GPU memory", f"{f['memory_used']:.0%} used, {f['fragmentation']:.0%} of it fragmented"
     gpu = f.get("gpu") or {}
     if gpu.get("clock_mhz"):
         slowed = f", slowed by {', '.join(gpu['slowed_by'])}" if gpu.get("slowed_by") else ""
-        yield "device", "clock and power", f"{gpu['clock_mhz']:.0f} MHz, {gpu.get('power_w') or 0:.0f} W{slowed}"
+        yield "clock and power", f"{gpu['clock_mhz']:.0f} MHz, {gpu.get('power_w') or 0:.0f} W{slowed}"
     if (links := f.get("topology") or {}).get("pairs"):
-        yield "device", "pairs of GPUs", f"{links['direct_pairs']} of {links['pairs']} reach each other directly"
+        yield "pairs of GPUs", f"{links['direct_pairs']} of {links['pairs']} reach each other directly"
 
 
 def _seconds(value: float) -> str:

@@ -1,5 +1,6 @@
 """Experiments on one batch that stays on the device, each of which returns facts."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -180,10 +181,12 @@ def roofline(bench: Bench) -> Facts:
     on_gpu = bench.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     bench.full()
-    with profile(activities=activities, record_shapes=True, with_flops=True) as profiler:
+    with (
+        warnings.catch_warnings(action="ignore"),  # about events of several cycles; there is only one
+        profile(activities=activities, record_shapes=True, with_flops=True) as profiler,
+    ):
         bench.full()
         bench.full()
-        clock_for(bench.device).wait()
         if on_gpu:
             torch.cuda.synchronize(bench.device)
     allocations = [event for event in profiler.events() or () if event.name in _ALLOCATIONS]

@@ -171,7 +171,7 @@ def _optimizer_excess(facts: Facts) -> float:
 def _optimizer_fix(facts: Facts) -> Fix:
     name = facts.get("optimizer_class") or "AdamW"
     if facts.get("is_torch_optimizer") and not facts.get("is_fused"):
-        text = f"optimizer:\n  class_path: {name}\n  init_args: {{fused: true}}  # or {name}(..., fused=True) in Python"
+        text = f"torch.optim.{name}(..., fused=True)  # in a section optimizer: init_args: {{fused: true}}"
         return Fix(text=text, optimizer={"fused": True, "foreach": False})
     return Fix(text="torch.optim.AdamW(self.parameters(), lr=..., fused=True)  # one kernel for all parameters")
 
@@ -206,7 +206,7 @@ def _save_less(facts: Facts) -> Fix:
     every = int(facts["save_every"] * max(2, round(facts["checkpoint_share"] / 0.01)))
     args = f"every_n_train_steps: {every}"
     return Fix(
-        text=f"trainer:\n  callbacks:\n    - class_path: ModelCheckpoint\n      init_args: {{{args}}}",
+        text=f"# in trainer.callbacks\n- class_path: ModelCheckpoint\n  init_args: {{{args}}}",
         options=[f"--trainer.callbacks.ModelCheckpoint.every_n_train_steps={every}"],
     )
 
@@ -235,13 +235,6 @@ TREE: tuple[Cause, ...] = (
             f"Copies of batches from memory that is not pinned take {_percent(f.share('transfer'))} of a step"
         ),
         fix=lambda f: _loader_fix(f, pin_memory=True),
-    ),
-    Cause(
-        name="slow transfer",
-        lost=lambda f: f.share("transfer") if f.on_gpu and f.get("is_pinned") else 0.0,
-        least=0.08,
-        sentence=lambda f: f"Copies of batches to the GPU take {_percent(f.share('transfer'))} of a step",
-        fix=lambda _: Fix(text="trainer:\n  callbacks+:\n    - class_path: DevicePrefetch"),
     ),
     Cause(
         name="host sync",

@@ -21,7 +21,6 @@ SLOWED = {"clock_mhz": 900.0, "max_clock_mhz": 1800.0, "slowed_by": ["too hot"]}
 FACTS = {
     "slow loader": {"shares": {"data": 0.15}, "loader_rate": 70.0, "device_rate": 90.0, "workers": 2},
     "unpinned memory": GPU | {"shares": {"transfer": 0.15}, "is_pinned": False},
-    "slow transfer": GPU | {"shares": {"transfer": 0.15}, "is_pinned": True},
     "host sync": GPU | {"idle": 0.17, "waits": [("model.py:3 (training_step)", 2)]},
     "tiny batch": {"fixed_s": 0.015},
     "slow launches": GPU | {"idle": 0.17},
