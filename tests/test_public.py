@@ -112,7 +112,8 @@ def test_every_plugin_can_be_imported_from_the_package_itself():
         "import sys, lightning_ups; print('torch' in sys.modules); from lightning_ups import Compile; print(Compile)"
     )
     assert run(asked).split() == ["False", "<class", "'lightning_ups.callbacks.compile.Compile'>"]
-    assert {thing.__name__ for thing in plugins()} == {*lightning_ups.__all__} <= {*dir(lightning_ups)}
+    assert {thing.__name__ for thing in plugins()} == {*lightning_ups.__all__}
+    assert [name for name in dir(lightning_ups) if not name.startswith("__")] == sorted(lightning_ups.__all__)
     assert all(getattr(lightning_ups, thing.__name__) is thing for thing in plugins())
     with pytest.raises(AttributeError, match="module 'lightning_ups' has no attribute 'Compil'"):
         lightning_ups.Compil  # noqa: B018
