@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.fabric.utilities.logger import _flatten_dict
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
@@ -133,6 +135,19 @@ def logged_hyperparameters(trainer: Trainer) -> dict[str, Any]:
 
 
 _NOTHING = nullcontext[Any]()
+
+
+def log_hyperparameters(logger: Logger, params: dict[str, Any]) -> None:
+    """Log ``params``; in TensorBoard without the metric ``hp_metric: -1`` of Lightning, which nobody measured."""
+    if type(logger) is not TensorBoardLogger:
+        logger.log_hyperparams(params)
+        return
+    from torch.utils.tensorboard.summary import hparams  # slow to import
+
+    logger.log_hyperparams(params, metrics={})  # for hparams.yaml alone
+    writer = logger.experiment._get_file_writer()
+    for summary in hparams(logger._sanitize_params(_flatten_dict(params)), {}):
+        writer.add_summary(summary)
 
 
 @contextmanager

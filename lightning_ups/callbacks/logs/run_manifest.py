@@ -29,7 +29,7 @@ from lightning_ups._compat.environment import (
     working_tree,
 )
 from lightning_ups._compat.lightning.fit_loop import leaves_no_files
-from lightning_ups._compat.lightning.loggers import logged_hyperparameters
+from lightning_ups._compat.lightning.loggers import log_hyperparameters, logged_hyperparameters
 from lightning_ups._compat.lightning.trainer import config_of_cli
 from lightning_ups._compat.optional.nvml import gpu_states
 from lightning_ups.insight.report import (
@@ -235,7 +235,7 @@ class RunManifest(Callback, OnlyOne):
         for logger in trainer.loggers:
             # Together with the module's own, which Lightning logs next: TensorBoard would drop those.
             own = logged_hyperparameters(trainer) if isinstance(logger, TensorBoardLogger) else {}
-            logger.log_hyperparams({**own, **flat})
+            log_hyperparameters(logger, {**own, **flat})
 
 
 def _read(name: str, part: Callable[[], Any]) -> Any:

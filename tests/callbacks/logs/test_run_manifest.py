@@ -9,6 +9,7 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -290,6 +291,14 @@ def test_tensorboard_compares_two_runs_by_the_manifest_and_the_modules_own(tmp_p
         assert run["manifest/model/blocks/count"] == 3
         assert run["manifest/precision/layers/Linear/param float32 compute float32"] == 7
         assert run["manifest/optimizers/0/class"] == "torch.optim.adamw.AdamW"
+
+
+def test_tensorboard_gets_no_metric_that_nobody_measured(tmp_path):
+    board = TensorBoardLogger(tmp_path)
+    trainer(tmp_path, callbacks=[RunManifest()], epochs=1, logger=board).fit(Net(), loader())
+    assert "hp_metric" not in EventAccumulator(board.log_dir).Reload().Tags()["scalars"]
+    (shown,) = shown_by_tensorboard(tmp_path).values()
+    assert shown["manifest/strategy/world_size"] == 1
 
 
 def hparams(tmp_path, callback, **options):
