@@ -164,7 +164,7 @@ def is_logging_step(trainer: Any) -> bool:
 
 
 def leaves_no_files(trainer: Any) -> bool:
-    """Return whether this is a trial run: ``fast_dev_run``, ``barebones``, or Lightning's Tuner."""
+    """Return whether this is a trial: ``fast_dev_run``, ``barebones``, a sanity check, or Lightning's Tuner."""
     # The Tuner starts a fit whose first callback runs the trials, and then ends it.
     tunes = any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
-    return bool(trainer.fast_dev_run or trainer.barebones or tunes)
+    return bool(trainer.fast_dev_run or trainer.barebones or trainer.sanity_checking or tunes)

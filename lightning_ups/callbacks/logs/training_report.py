@@ -133,7 +133,7 @@ class TrainingReport(Callback, TrainerOnly):
 
     def _write(self, trainer: Trainer, *, status: str, error: str = "") -> None:
         self._undo.close()
-        if not self._open or not trainer.is_global_zero:
+        if not self._open or leaves_no_files(trainer) or not trainer.is_global_zero:
             return
         self._open = False
         content = self._content(trainer, status=status, error=error)

@@ -186,6 +186,19 @@ def test_fast_dev_run_leaves_nothing(tmp_path):
     assert not [*tmp_path.glob("*.html")]
 
 
+class Insane(Net):
+    def validation_step(self, batch, batch_idx):
+        raise RuntimeError("a mistake in the sanity check")
+
+
+def test_a_sanity_check_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report, manifest = TrainingReport(pictures=False), RunManifest()
+    with pytest.raises(RuntimeError, match="a mistake"):
+        trainer(tmp_path, callbacks=[manifest, report], num_sanity_val_steps=1).fit(Insane(), loader(), loader())
+    assert (report.path, manifest.path) == (None, None)
+
+
 class Tuned(Net):
     def __init__(self):
         super().__init__()
