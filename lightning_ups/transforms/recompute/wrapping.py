@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_ups._compat.contexts import without
 from lightning_ups._compat.torch.compile.partitioner import random_numbers_kept
 from lightning_ups._compat.torch.tensors.autograd import (
     activation_memory_budget,
@@ -21,6 +22,7 @@ from lightning_ups._compat.torch.tensors.autograd import (
     outside_modes,
 )
 from lightning_ups._compat.torch.tensors.ops import Operator, costly_ops, is_composite, operators
+from lightning_ups._compat.torch.versions import CHECKPOINT_LOGGER
 from lightning_ups.kernels.float8_casts import maxima
 from lightning_ups.transforms.error_hints import explaining_torch_func
 from lightning_ups.transforms.forward import Forward, replaced_forward
@@ -86,7 +88,8 @@ def recompute(
         ValueError: If an operator of ``save`` is unknown or never runs itself.
     """
     kept = Kept(save_less=save_less)
-    with ExitStack() as undo:
+    # Advice against operations in place: compiled code has none, and eager code raises where they matter.
+    with without("context_fn is passed", CHECKPOINT_LOGGER), ExitStack() as undo:
         for block in dict.fromkeys(blocks):
             undo.enter_context(replaced_forward(block, partial(_recomputed, ops=saved_ops(save, block))))
             kept.forwards[block] = vars(block)["forward"].__func__
