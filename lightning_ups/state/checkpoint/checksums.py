@@ -191,7 +191,7 @@ class SummedRecord:
             self._sums += known
             rest = view[len(known) * self.chunk :]
             if len(rest) < _WORTH:
-                self._sums += _sums(rest, self.chunk)
+                self._sums += _sums(rest, self.chunk) if rest else ()
                 self.stream.write(view)
             else:
                 sums = self.helpers.submit(_sums, rest, self.chunk)
