@@ -140,10 +140,14 @@ class _Ladder:
         without = {name: tuple(each for each in order if each != name) for name in order}
         wanted = [*dict.fromkeys(self._sorted(names) for names in (*rungs, *without.values()))]
         for number in range(rounds):
-            self._round([names for names in wanted if self._failure(names) is None], number=number)
-        known = Rounds(
-            {_key(names): found for names, found in self._results.items() if self._is_complete(names, rounds)}
-        )
+            try:
+                self._round([names for names in wanted if self._failure(names) is None], number=number)
+            except KeyboardInterrupt:
+                if not number:  # some configurations were not measured; the store keeps the others
+                    raise
+                note(f"ablate: interrupted in round {number + 1} of {rounds}; the same command continues")
+                break
+        known = Rounds({_key(names): found for names, found in self._results.items() if self._failure(names) is None})
 
         def gain(of: Names, over: Names) -> Gain | None:
             both = [self._sorted(names) for names in (of, over)]
@@ -211,9 +215,6 @@ class _Ladder:
 
     def _failure(self, names: Names) -> Result | None:
         return next((each for each in self._results.get(names, ()) if each.failure is not None), None)
-
-    def _is_complete(self, names: Names, rounds: int) -> bool:
-        return self._failure(names) is None and bool(self._results[names])
 
     def _rate(self, names: Names) -> float:
         return self._results[names][0].samples_per_s

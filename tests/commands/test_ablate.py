@@ -51,10 +51,12 @@ def test_a_slow_addition_is_harmful_one_without_effect_neutral_a_fast_one_worth_
 class Table(Engine):
     """Returns results by the settings of a configuration, without running it."""
 
-    runs = 0
+    runs, stops_after = 0, 10**9
 
     def _run(self, words, effort, slot):
         Table.runs += 1
+        if Table.runs > Table.stops_after:
+            raise KeyboardInterrupt
         text = " ".join(words)
         if "exhausts" in text:
             return Result(failure="out of memory", text="on purpose")
@@ -107,3 +109,15 @@ def test_what_cannot_be_measured_is_an_error(tmp_path, monkeypatch, capsys, word
     monkeypatch.chdir(tmp_path)
     assert main(["ablate", "--config", "run.yaml", "--store", "store", *words]) == 2
     assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stops_after", "code"), [(7, 0), (2, 130)])
+def test_ctrl_c_returns_what_there_is_once_each_configuration_was_measured(tmp_path, monkeypatch, stops_after, code):
+    monkeypatch.setattr(ablate, "Engine", Table)
+    monkeypatch.setattr(Table, "runs", 0)
+    monkeypatch.setattr(Table, "stops_after", stops_after)
+    write(tmp_path, run=BASE, idle=IDLE, fast=FAST)
+    monkeypatch.chdir(tmp_path)
+    words = ["--with", "idle.yaml", "--with", "fast.yaml", "--store", "store"]
+    assert main(["ablate", "--config", "run.yaml", *words]) == code
+    assert (tmp_path / "ablate.json").exists() == (code == 0)
