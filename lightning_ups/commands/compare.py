@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from lightning_ups.config.output import WIDTH
 from lightning_ups.config.suggestions import parse_options
@@ -36,6 +36,7 @@ _Found = Mapping[str, Sequence[Effect]]  # by the name of the side
 
 _MOST = 40  # settings on a screen; the JSON file has all
 _LONGEST = 60  # characters of a setting
+_NUMBERS = ("difference", "99 % interval", "verdict")
 _STYLES = {"significant": "bold yellow", "beyond batch noise": "yellow", "not finite": "bold red"}
 _ALONE = (
     "One run per side: the intervals contain the noise within these runs. Not the noise between runs: another start may"
@@ -168,15 +169,16 @@ def _print(sides: _Sides, settings: _Settings, found: _Found, notes: Sequence[st
     if len(rows) > _MOST or not rows:
         console.print(f"  and {len(rows) - _MOST} more: --json FILE lists all" if rows else "  no stored setting")
     for name, of in found.items():
-        head = ("", sides[0].name, name, "difference", "99 % interval", "verdict", "")
+        head = ("", sides[0].name, name, *_NUMBERS, "")
         _print_table(console, f"Effect of {name} against {sides[0].name}", head, [_row(effect) for effect in of])
     for note in notes:
-        console.print(f"\n{textwrap.fill(note, WIDTH)}", markup=False)
+        console.print(f"\n{textwrap.fill(note, min(WIDTH, console.width))}", markup=False)
 
 
 def _print_table(console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     console.print(f"\n{title}", style="bold", markup=False)
-    table = Table(*map(escape, head), box=None, header_style="dim", padding=(0, 2, 0, 0))
+    columns = (Column(escape(cell), overflow="fold", no_wrap=cell in _NUMBERS) for cell in head)
+    table = Table(*columns, box=None, header_style="dim", padding=(0, 2, 0, 0))
     for row in rows:
         table.add_row(*map(escape, row), style=next((_STYLES[cell] for cell in row if cell in _STYLES), None))
     if rows:
