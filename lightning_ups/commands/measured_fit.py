@@ -131,10 +131,13 @@ class Stopwatch(Callback):
         self._clock = clock_for(trainer.strategy.root_device)
         self._before = trainer.global_step
         if trainer.strategy.root_device.type == "cuda":
-            # For FLOPs, which it counts once with the first batch; only where the peak of the device is known.
-            self._throughput = TokenThroughput(inspect_at=None, table=False, progress_bar=False)
-            self._throughput.open(trainer)
+            self._count_flops(trainer, TokenThroughput(inspect_at=None, table=False, progress_bar=False))
             torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+
+    def _count_flops(self, trainer: Trainer, throughput: TokenThroughput) -> None:
+        """Let ``throughput`` count the FLOPs of the first batch, if the peak of the device is known."""
+        self._throughput = throughput
+        throughput.open(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -153,6 +156,8 @@ class Stopwatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._batches += 1
+        if self._throughput is not None and self._batches == 1:
+            self._throughput.pause(trainer)  # its marks would take time of the steps that are measured here
         if len(self._losses) <= _LOSSES and (loss := _loss_of(outputs)) is not None:
             self._losses[-1].append(loss)
         has_stepped = trainer.global_step != self._before or not pl_module.automatic_optimization
@@ -251,6 +256,7 @@ class Stopwatch(Callback):
     def _mfu(self, trainer: Trainer, *, samples_per_s: float, tokens_per_s: float | None) -> float | None:
         if self._throughput is None:
             return None
+        self._throughput.resume(trainer)
         self._throughput.on_train_end(trainer, trainer.lightning_module)
         summary = self._throughput.summary
         if summary is None or summary.flops is None:

@@ -10,6 +10,8 @@ import yaml
 from lightning.pytorch import Callback
 
 from lightning_ups.__main__ import main
+from lightning_ups.callbacks import TokenThroughput
+from lightning_ups.commands.measured_fit import Stopwatch
 from lightning_ups.insight.tune import Configuration, Effort, Engine, Result
 from tests import cli_toys
 
@@ -71,6 +73,22 @@ def test_a_fit_is_measured_and_leaves_no_files(tmp_path, monkeypatch):
     assert found.start_s > 0
     assert (found.device, found.devices) == ("cpu", 1)
     assert Marking.steps == 2 * (found.steps + found.warmup), "two batches a step; the user's callbacks run"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mfu_is_of_the_measured_rate_where_the_peak_is_known(tmp_path, monkeypatch):
+    start = Stopwatch.on_train_start
+
+    def with_peak(self, trainer, pl_module):
+        start(self, trainer, pl_module)
+        self._count_flops(trainer, TokenThroughput(inspect_at=None, table=False, progress_bar=False, peak_tflops=1e-6))
+
+    monkeypatch.setattr(Stopwatch, "on_train_start", with_peak)
+    found = measured(tmp_path, monkeypatch, settings())
+    products = (
+        2 * 2 * (8 * 8) * 3 - 8 * 8
+    )  # 4 layers of 8 x 8, backward twice forward; the first needs no input gradient
+    assert found.mfu == pytest.approx(found.samples_per_s * 2 * products / 1e6, rel=0.01)
 
 
 @pytest.mark.filterwarnings("ignore")
