@@ -172,6 +172,7 @@ PURPOSES = (
             f"{_CHECKPOINTS}._parse_ckpt_path": Patch(("state_fn", "ckpt_path")),
             f"{_CHECKPOINTS}.resume_start": Patch(("checkpoint_path", "weights_only")),
             "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states": _PATCH,
+            "lightning.pytorch.loops.fit_loop:_FitLoop.setup_data": _PATCH,
             "lightning.pytorch.strategies:Strategy.batch_to_device": Patch(("batch", "device", "dataloader_idx")),
             f"{_WORKERS}._next_data": _PATCH,
             f"{_WORKERS}._reset": _PATCH,

@@ -3,6 +3,7 @@
 from typing import Any, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_ups.order import OnlyOne, Run, refuse_second
@@ -59,8 +60,8 @@ class ExactResume(Callback, OnlyOne):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._connection is not None:
-            self._connection.begin()
+        if self._connection is not None and (line := self._connection.begin()):
+            rank_zero_info(line)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -138,7 +138,8 @@ class Checkpoints:
     def begin(self) -> None:
         """Restore the random state of the checkpoint when training begins."""
         if self._connection is not None:
-            self._connection.begin()
+            if line := self._connection.begin():
+                rank_zero_info(line)
             self._connection.begin_epoch()
 
     def module_state(self) -> dict[str, Any]:

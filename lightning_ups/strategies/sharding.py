@@ -267,11 +267,11 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
             shard_alike(copy, trainer.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
             self._prepare_training(precision)
+            self.checkpoints.follow(trainer)  # before `configure_optimizers`, which may make the loaders
             self.setup_optimizers(trainer)
             finish_optimizers(trainer)
             for optimizer in self.optimizers:
                 self._in_effect.enter_context(one_kind_at_a_time(optimizer))
-            self.checkpoints.follow(trainer)
         self.setup_precision_plugin()
 
     def _steps(self, precision: PolicyPrecision) -> list[Step]:

@@ -1,3 +1,4 @@
+import logging
 import random
 import warnings
 
@@ -143,6 +144,29 @@ LOADERS = {
 def test_the_same_losses_bit_for_bit(tmp_path, loader, step):
     whole, resumed = whole_and_resumed(tmp_path, LOADERS[loader], step)
     assert resumed == whole[step:]
+
+
+class Estimates(Noisy):
+    """Lets Lightning make the loaders before a strategy such as fsdp2 loads the checkpoint."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches == 18
+        return super().configure_optimizers()
+
+
+def of_loaders_that_are_made_early(path, strategy, callbacks):
+    lines = []
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: lines.append(r.getMessage()) or True)
+    options = {"kind": Estimates, "strategy": strategy, "callbacks": callbacks}
+    whole, resumed = whole_and_resumed(path, stock(), 9, **options)
+    return whole, resumed, [line for line in lines if "ExactResume" in line]
+
+
+@pytest.mark.parametrize(("strategy", "callbacks"), [("auto", [ExactResume()]), ("fsdp2", [])], ids=["auto", "fsdp2"])
+def test_loaders_may_be_made_before_the_checkpoint_is_loaded(fresh_process, tmp_path, strategy, callbacks):
+    whole, resumed, lines = fresh_process(of_loaders_that_are_made_early, tmp_path, strategy, callbacks)
+    assert whole[9:] == resumed
+    assert lines == ["ExactResume: continues with batch 4 of 6 of epoch 1"]
 
 
 class Several(Noisy):

@@ -8,7 +8,11 @@ from lightning_ups._compat.patches import applied
 
 
 def follow_loaders(
-    trainer: Any, *, before: Callable[[list[Any]], list[Any]], epoch: Callable[[], list[bool] | None]
+    trainer: Any,
+    *,
+    before: Callable[[list[Any]], list[Any]],
+    epoch: Callable[[], list[bool] | None],
+    again: Callable[[], bool] = lambda: False,
 ) -> Callable[[], None]:
     """Call ``before`` with the training loaders when Lightning has created them, and ``epoch`` when they are iterated.
 
@@ -18,11 +22,14 @@ def follow_loaders(
             replacements.
         epoch: Called when the loaders are iterated again; may return, for each loader, whether it was exhausted earlier
             in this epoch.
+        again: Returns, when the fit loop begins, whether ``before`` must be called again: a strategy that loads
+            checkpoints after ``configure_optimizers`` does so after ``estimated_stepping_batches`` created the loaders.
 
     Returns:
         A function that undoes it.
     """
     fit_loop, undo = trainer.fit_loop, ExitStack()
+    given: list[Any] = []
 
     def following(stock: Callable[..., None]) -> Callable[..., None]:
         def load_states(*args: Any, **kwargs: Any) -> None:
@@ -30,13 +37,25 @@ def follow_loaders(
             undo.callback(setattr, combined, "__class__", type(combined))
             combined.__class__ = _announcing(type(combined), epoch)
             stock(*args, **kwargs)
-            combined.flattened = before(list(combined.flattened))
+            given[:] = combined.flattened
+            combined.flattened = before(given[:])
 
         return load_states
+
+    def repeating(stock: Callable[[], None]) -> Callable[[], None]:
+        def setup_data() -> None:
+            known = fit_loop._combined_loader
+            stock()
+            if known is not None and known is fit_loop._combined_loader and again():
+                known.flattened = before(given[:])
+                iter(fit_loop._data_fetcher)  # as at the end of the stock method
+
+        return setup_data
 
     # The last call between the creation of the loaders and their use.
     target = "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states"
     undo.enter_context(applied(target, following, owner=fit_loop))
+    undo.enter_context(applied("lightning.pytorch.loops.fit_loop:_FitLoop.setup_data", repeating, owner=fit_loop))
     return undo.close
 
 

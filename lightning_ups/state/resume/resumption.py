@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any, Literal, cast
 from uuid import uuid4
 
@@ -221,6 +222,11 @@ class Resumption:
             seed_from(states[0]["random"], rank=process)
         self._now = random_state() if own is None else own["random"]
 
+    @property
+    def unused(self) -> bool:
+        """Whether a state was loaded that `follow` has not used."""
+        return self._saved is not None
+
     # Random numbers
 
     @property
@@ -303,7 +309,9 @@ class Connection:
         self._resumption = Resumption(
             on_unreplayable=on_unreplayable, rank=data["rank"], num_ranks=data["num_replicas"]
         )
-        self._undo = follow_loaders(trainer, before=self._follow, epoch=self._resumption.epoch)
+        self._undo = follow_loaders(
+            trainer, before=self._follow, epoch=self._resumption.epoch, again=lambda: self._resumption.unused
+        )
         self._positioned = False  # whether a checkpoint with a position was loaded
         self._silence: Any = None  # the warnings filter that is added here
 
@@ -333,8 +341,8 @@ class Connection:
             self._positioned = True
             self._resumption.load(state["ranks"], process=process)
 
-    def begin(self) -> None:
-        """Record that training begins.
+    def begin(self) -> str:
+        """Record that training begins, and return a line about where it resumes, if that is within an epoch.
 
         Raises:
             ValueError: If a run resumed from any checkpoint of this run could not be exact, and that must be refused.
@@ -343,6 +351,9 @@ class Connection:
             self._name_what_lightning_changes()
         if self._resumption.begin():
             begin_epoch_anew(self._trainer)
+        trainer, taken = self._trainer, self._resumption.taken
+        total = f" of {trainer.num_training_batches}" if isfinite(trainer.num_training_batches) else ""
+        return f"ExactResume: continues with batch {taken + 1}{total} of epoch {trainer.current_epoch}" if taken else ""
 
     def begin_epoch(self) -> None:
         """Restore the random state, if an epoch begins now."""
