@@ -468,14 +468,18 @@ def _gathered(own: Any) -> list[Any]:
 def _hints(trainer: Trainer) -> dict[str, Any]:
     data = trainer.train_dataloader
     loaders = [each for each in tree_leaves(getattr(data, "iterables", data)) if isinstance(each, DataLoader)]
+    parts = {type(part).__name__ for part in (*trainer.callbacks, trainer.precision_plugin)} - {"AccelerationFlags"}  # type: ignore[attr-defined]
+    if any(getattr(getattr(part, "flags", None), "gc_interval", None) for part in trainer.callbacks):  # type: ignore[attr-defined]
+        parts.add("gc_interval")
     if not loaders:
-        return {}
+        return {"parts": parts}
     loader = min(loaders, key=lambda each: each.num_workers)  # of several, the one that is waited for the longest
     return {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
         "batch_size": loader.batch_size,
         "persistent_workers": loader.persistent_workers,
+        "parts": parts,
     }
 
 

@@ -1,5 +1,6 @@
 """The figures of a run against thresholds, and what to change first."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -7,6 +8,8 @@ import torch
 
 from lightning_ups._compat.environment import usable_cores
 from lightning_ups.insight.throughput.meter import Summary
+
+_LEAST_STEPS, _LEAST_SECONDS = 50, 30  # one of them, for advice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +72,9 @@ def unmeasured(summary: Summary) -> list[str]:
     several = summary.num_devices > 1
     cures = {
         "GPU utilisation (pip install nvidia-ml-py)": summary.memory and "utilisation" not in summary.gpu,
-        "exposed communication (set inspect_at)": several and _exposed_communication(summary) is None,
+        "exposed communication (set inspect_at)": several
+        and summary.memory
+        and _exposed_communication(summary) is None,
         "scaling efficiency (set single_device)": several and summary.scaling is None,
     }
     return [cure for cure, is_missing in cures.items() if is_missing]
@@ -91,8 +96,15 @@ def bottlenecks(summary: Summary) -> list[Bottleneck]:
     return sorted((each for source in sources for each in source(summary)), key=lambda each: -each.lost)
 
 
+def is_short(summary: Summary) -> bool:
+    """Return whether the run was too short to advise on."""
+    return summary.steps < _LEAST_STEPS and (summary.fit_s or 0) < _LEAST_SECONDS
+
+
 def first_change(summary: Summary) -> Bottleneck | None:
-    """Return what to change first, or None if nothing that was measured is worth it."""
+    """Return what to change first, or None if nothing that was measured is worth it, or too little was measured."""
+    if is_short(summary):
+        return None
     if found := bottlenecks(summary):
         return found[0]
     mfu, used = summary.utilisation.get("mfu"), _used_memory(summary)
@@ -112,8 +124,20 @@ def first_change(summary: Summary) -> Bottleneck | None:
         name="slow kernels",
         lost=0.0,
         what=("" if used is None else "the GPU is busy and its memory used, but ") + f"MFU is {mfu:.0%}",
-        change="compile (Compile), use bfloat16 or float8 (BF16Precision, Float8Precision) and fused attention",
+        change=_lacking(
+            summary,
+            "compile (Compile)",
+            "use bfloat16 (BF16Precision)",
+            "use float8 (Float8Precision)",
+            "use fused attention",
+        ),
     )
+
+
+def _lacking(summary: Summary, *changes: str) -> str:
+    """Return those of ``changes`` that name no part of the run."""
+    parts = {*summary.hints.get("parts", ())}
+    return ", ".join(change for change in changes if not parts & {*re.findall(r"\w+", change)})
 
 
 def _data(summary: Summary) -> Iterator[Bottleneck]:
@@ -166,8 +190,9 @@ def _uneven_steps(summary: Summary) -> Iterator[Bottleneck]:
             lost=uneven,
             what=f"step times vary: {uneven:.0%} of the time is in excess of the median step,"
             f" and the 95th percentile is {summary.step_p95_s / summary.step_s:.1f} times the median",
-            change="look for work in some steps only: garbage collection (use AccelerationFlags), recompilation,"
-            " logging, callbacks; and for other load on the machine",
+            change="look for work in some steps only: "
+            + _lacking(summary, "garbage collection (AccelerationFlags(gc_interval=100))", "recompilation", "logging")
+            + ", callbacks; and for other load on the machine",
         )
 
 
@@ -198,7 +223,7 @@ def _idle_gpu(summary: Summary) -> Iterator[Bottleneck]:
             name="slow host",
             lost=idle,
             what=f"{what}: the host launches kernels too slowly",
-            change="compile (Compile), use a fused optimizer, log less often",
+            change=_lacking(summary, "compile (Compile)", "use a fused optimizer", "log less often"),
         )
 
 
@@ -238,8 +263,12 @@ def _hardware(summary: Summary) -> Iterator[Bottleneck]:
             lost=0.1,
             what=f"{retries:.0f} allocations succeeded only after the allocator had freed its cache, which waits for"
             " the GPU",
-            change="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, recompute (ActivationCheckpoint),"
-            " or lower the batch size",
+            change=_lacking(
+                summary,
+                "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                "recompute (ActivationCheckpoint)",
+                "lower the batch size",
+            ),
         )
 
 

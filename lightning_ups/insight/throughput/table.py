@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from lightning_ups.insight.throughput.bottlenecks import checks, first_change, unmeasured
+from lightning_ups.insight.throughput.bottlenecks import checks, first_change, is_short, unmeasured
 from lightning_ups.insight.throughput.meter import Summary
 
 Row = tuple[str, str]
@@ -40,7 +40,9 @@ def _lines(summary: Summary) -> Iterator[str]:
         yield f"  not measured: {', '.join(missing)}"
     yield ""
     change = first_change(summary)
-    if change is None:
+    if is_short(summary):
+        pass
+    elif change is None:
         yield "  Change first: nothing that was measured stands out."
     else:
         yield f"  Change first: {change.name}: {change.what}."

@@ -347,7 +347,8 @@ def test_measuring_may_pause(tmp_path):
     assert made.profiler is profiler
 
 
-def test_a_slow_loader_is_found_and_named(tmp_path):
+def test_a_slow_loader_is_found_and_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(bottlenecks.__globals__, "_LEAST_STEPS", 0)
     throughput, _ = fitted(tmp_path, data=many(40, sleep=0.01))
     from lightning_ups.insight.throughput import first_change
 
@@ -356,7 +357,8 @@ def test_a_slow_loader_is_found_and_named(tmp_path):
     assert "num_workers=0" in change.what
 
 
-def test_the_table_is_printed_once_at_the_end(tmp_path, capsys):
+def test_the_table_is_printed_once_at_the_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(bottlenecks.__globals__, "_LEAST_STEPS", 0)
     fitted(tmp_path, data=many(40, sleep=0.01), table=True)
     out = capsys.readouterr().out
     assert out.count("samples/s") == 1

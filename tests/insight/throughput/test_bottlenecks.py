@@ -146,6 +146,24 @@ def test_time_lost_to_the_loader_has_one_cause(effect):
     assert [each.name for each in bottlenecks(run(split=split(data=0.4), **effect))] == ["slow loader"]
 
 
+def test_a_part_that_the_run_has_is_not_advised():
+    changed = {"uneven": 0.3, "step_p95_s": 4.0}
+    assert "AccelerationFlags(gc_interval=100)" in first_change(run(**changed)).change
+    assert "garbage" not in first_change(run(**changed, hints={"parts": {"gc_interval"}})).change
+    changed = {"inspection": looked(idle=0.3), "hints": {"parts": {"Compile", "BF16Precision"}}}
+    assert first_change(run(**changed)).change == "use a fused optimizer, log less often"
+
+
+def test_a_short_run_gets_no_advice():
+    changed = {"split": split(data=0.4), "steps": 22}
+    assert first_change(run(**changed, fit_s=6.0)) is None
+    assert first_change(run(**changed, fit_s=60.0)) is not None
+
+
+def test_on_a_cpu_no_exposed_communication_is_missed():
+    assert unmeasured(run(gpu={}, memory={}, inspection=None)) == []
+
+
 def test_few_steps_are_never_uneven():
     assert bottlenecks(run(uneven=0.3, step_p95_s=4.0, steps=19)) == []
 
@@ -178,7 +196,7 @@ def test_no_more_workers_than_cores_are_advised(monkeypatch, workers, advice):
     monkeypatch.setitem(bottlenecks.__globals__, "usable_cores", lambda: 4)
     hints = {} if workers is None else {"num_workers": workers}
     slow = Summary(
-        unit="samples", device="cpu", num_devices=1, steps=9, warmup_steps=0, split={"data": 0.5}, hints=hints
+        unit="samples", device="cpu", num_devices=1, steps=99, warmup_steps=0, split={"data": 0.5}, hints=hints
     )
     assert first_change(slow).change.startswith(advice)
 
