@@ -186,8 +186,10 @@ class _Search:
         if not module:
             concrete = [kind for kind in subclasses(bases) if not inspect.isabstract(kind)]
             public = {kind.__name__ for kind in concrete if is_public(f"{kind.__module__}.{kind.__name__}")}
+            near = nearest(name, public, cutoff=0.75)  # CometLogger is not near NeptuneLogger
+            hint = f"Did you mean {near!r}?" if near else suggest("", public)
             yield (
-                f"{place}unknown {wanted} {name!r}. {suggest(name, public)}"
+                f"{place}unknown {wanted} {name!r}. {hint}"
                 f" A class of your own needs its module, as in 'package.module.{name}'."
             )
         elif error := _import_error(module):

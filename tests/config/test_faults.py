@@ -44,6 +44,13 @@ def test_all_faults_have_their_lines(faults):
     assert places(found) == ["run.yaml:3", "run.yaml:5", "run.yaml:6"]
 
 
+def test_another_product_is_not_suggested(faults):
+    (found,) = faults(f"{MODEL}trainer:\n  logger: {{class_path: NeptuneLogger}}\n")
+    assert "Did you mean" not in found
+    (found,) = faults(f"{MODEL}trainer:\n  logger: {{class_path: WandLogger}}\n")
+    assert "Did you mean 'WandbLogger'?" in found
+
+
 def test_the_parser_ignores_empty_mappings_and_null(faults):
     text = (
         "model: {class_path: tests.cli_toys.Toy, init_args: {wdth: {}, act: gelu}, dict_kwargs: {}}\n"
