@@ -51,7 +51,8 @@ def _required(module: str) -> Any:
         raise ImportError(
             f"{FEATURE} found Transformer Engine but could not load its libraries: {str(error.__cause__).rstrip('.')}."
             " Its libraries are compiled against torch and CUDA."
-            f" Install it in an environment with both: pip install --no-build-isolation 'lightning-ups[{EXTRA}]'."
+            " Install it in an environment with both:"
+            " pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20'."
         ) from error.__cause__
     _check_cudnn()
     return found

@@ -85,7 +85,7 @@ class TrainingReport(Callback, TrainerOnly):
         self._history, self._began, self.path = History(), datetime.now(), None
         self._of_another_fit = _kept(trainer)
         if self._tells:  # only in a run that writes a page
-            rank_zero_info("TrainingReport writes no PNGs: pip install 'lightning-ups[report]' for them.")
+            rank_zero_info("TrainingReport writes no PNGs: pip install matplotlib for them.")
         if trainer.is_global_zero and trainer.loggers:
             self._listen(trainer)
 

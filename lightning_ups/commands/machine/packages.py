@@ -29,22 +29,22 @@ class Known(NamedTuple):
     cure: str  # what to run when it is missing
 
 
-def _extra(name: str) -> str:
-    return f"pip install 'lightning-ups[{name}]'"
-
-
 KNOWN = (
     Known("lightning", "lightning.pytorch", "pip install 'lightning>=2.6.6,<2.7'"),
     Known("jsonargparse", "jsonargparse", "pip install 'jsonargparse[signatures]>=4.37,<5'"),
     Known("tensorboard", "tensorboard", "pip install tensorboard"),
     Known("triton", "triton", "install a build of torch for CUDA, which brings it"),
-    Known("torchao", "torchao.float8", _extra("float8")),
-    Known("transformer-engine", "transformer_engine.pytorch", _extra("te")),  # codespell:ignore te
+    Known("torchao", "torchao.float8", "pip install 'torchao>=0.17'"),
+    Known(
+        "transformer-engine",
+        "transformer_engine.pytorch",
+        "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20'",
+    ),
     Known("flash-attn-3", "flash_attn_interface", "build the folder 'hopper' of the flash-attention repository"),
-    Known("flash-attn-4", "flash_attn.cute.interface", _extra("flash")),
-    Known("transformers", "transformers", _extra("hf")),
-    Known("safetensors", "safetensors.torch", _extra("hf")),
-    Known("nvidia-ml-py", "pynvml", "pip install 'lightning-ups[nvml]'"),
+    Known("flash-attn-4", "flash_attn.cute.interface", "pip install 'flash-attn-4>=4.0.0b1'"),
+    Known("transformers", "transformers", "pip install transformers"),
+    Known("safetensors", "safetensors.torch", "pip install safetensors"),
+    Known("nvidia-ml-py", "pynvml", "pip install nvidia-ml-py"),
 )
 
 

@@ -265,7 +265,7 @@ def _refusals(backend: KernelName, kind: Kind, *, packages: bool = True) -> Iter
         if backend in rule.backends and rule.broken(kind):
             yield rule.why.format(kind=kind), rule.cure
     if packages and (missing := missing_package(backend)):
-        yield missing, "Install it for this torch and CUDA: pip install 'lightning-ups[flash]'"
+        yield missing, "Install it for this torch and CUDA: pip install 'flash-attn-4>=4.0.0b1'"
     if kind.device == "cuda" and backend in ("cudnn", "flash", "efficient"):
         heads = (kind.heads, kind.heads if backend == "efficient" else kind.kv_heads)
         reason = _torch_refuses(

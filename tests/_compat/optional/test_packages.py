@@ -10,7 +10,7 @@ from lightning_ups._compat.optional.packages import compiled, has, language, lau
 
 
 def test_missing_package_names_the_extra():
-    with pytest.raises(ModuleNotFoundError, match=r"Float8 needs nowhere>=1.*pip install 'lightning-ups\[float8\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"Float8 needs nowhere>=1.*pip install 'nowhere>=1'"):
         require("nowhere", requirement="nowhere>=1", extra="float8", feature="Float8")
 
 

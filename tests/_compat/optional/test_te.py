@@ -65,7 +65,9 @@ def test_what_is_known_of_the_release_is_what_its_source_says():
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setattr(te, "REQUIREMENT", "transformer-engine>=1000")  # here there may be one
     te._required.cache_clear()
-    with pytest.raises(ModuleNotFoundError, match=r"TEPrecision needs transformer-engine.*lightning-ups\[te\]"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"TEPrecision needs transformer-engine.*pip install 'transformer-engine\[pytorch\]>="
+    ):
         te.engine()
 
 

@@ -69,7 +69,7 @@ def test_a_probe_that_fails_is_quoted():
 @pytest.mark.usefixtures("probes_pass")
 def test_a_missing_package_names_its_extra_and_a_broken_one_its_error():
     absent = examine(ROWS["float8-tensorwise"], machine("H100", packages={}))
-    assert absent == Finding(verdict="no", why="torchao is not installed", cure="pip install 'lightning-ups[float8]'")
+    assert absent == Finding(verdict="no", why="torchao is not installed", cure="pip install 'torchao>=0.17'")
     broken = {"torch": Package(version="2.11.0+cu130"), "torchao": Package(version="0.1", error="undefined symbol")}
     found = examine(ROWS["float8-tensorwise"], machine("H100", packages=broken))
     assert "torchao 0.1 does not load: undefined symbol" in found.why

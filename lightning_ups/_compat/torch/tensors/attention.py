@@ -56,7 +56,7 @@ def load_fa3(*, feature: str) -> Any:
         raise ModuleNotFoundError(
             f"{feature} needs FlashAttention-3 (flash_attn_interface), which no package index has. Build it by `python"
             " setup.py install` in the folder 'hopper' of flash-attention, or use backend 'fa4' (pip install"
-            " 'lightning-ups[flash]')."
+            " 'flash-attn-4>=4.0.0b1')."
         )
     __import__("flash_attn_interface")
     operators = torch.ops.flash_attn_3
