@@ -104,9 +104,10 @@ class OptimizerOffload(Declaration):
             "torchao": "on the CPU by torchao",
         }
         kept = f", {self.resident:.0%} of it staying" if self.resident else ""
+        line = f"state of {type(ours.stepper).__name__} on the host{kept}, stepped {where[self.update]}"
         context.report.note(
             _PART,
-            f"state of {type(ours.stepper).__name__} on the host{kept}, stepped {where[self.update]}",
+            "nothing to do: training runs on the cpu" if context.device.type == "cpu" else line,
             update=self.update,
             resident=self.resident,
         )
