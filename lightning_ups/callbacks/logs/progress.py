@@ -3,10 +3,12 @@
 import logging
 import sys
 from contextlib import ExitStack
+from difflib import get_close_matches
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
@@ -44,6 +46,7 @@ class LeanProgressBar(TQDMProgressBar, TrainerOnly):
             )
         super().__init__(refresh_rate=refresh_rate)
         self.metrics = tuple(metrics)
+        self._checked = False
         self._redirected: ExitStack | None = None
         self._coming: LateValues | None = None
         self._come: dict[str, Any] = {}
@@ -138,6 +141,16 @@ class LeanProgressBar(TQDMProgressBar, TrainerOnly):
         if trainer.max_steps == -1 and not self.train_progress_bar.disable and self._send_for(trainer):
             self._take(wait=True)
         super().on_train_epoch_end(trainer, pl_module)
+        if not self._checked:
+            self._checked = True
+            self._check_names([*trainer.callback_metrics])
+
+    def _check_names(self, logged: list[str]) -> None:
+        for name in self.metrics:
+            if name not in logged and name != "train_loss":  # the default
+                near = get_close_matches(name, logged, n=1)
+                hint = f"Did you mean {near[0]!r}?" if near else f"Logged: {', '.join(logged) or 'nothing'}."
+                rank_zero_warn(f"LeanProgressBar shows no {name!r}: it was not logged in the first epoch. {hint}")
 
 
 def _is_terminal(handler: logging.Handler) -> bool:

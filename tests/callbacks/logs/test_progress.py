@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lightning_ups.callbacks.logs.progress import LeanProgressBar
 from tests.late_device import Reads
-from tests.toys import Net, loader
+from tests.toys import Net, loader, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -172,3 +172,16 @@ def test_a_bar_of_other_ranks_asks_the_device_for_nothing(tmp_path, late_device)
     fit(tmp_path, bar, module, max_steps=-1, max_epochs=1)
     assert bar.painted == []
     assert late_device.waits == []
+
+
+def test_an_unknown_metric_is_warned_of_once_with_the_nearest_name(tmp_path):
+    class Logging(Net):
+        def training_step(self, batch, index):
+            self.log("train/loss", 1.0)
+            return super().training_step(batch, index)
+
+    bar = LeanProgressBar(metrics=["train/los"])
+    made = trainer(tmp_path, callbacks=[bar], epochs=2, enable_progress_bar=True)
+    with pytest.warns(UserWarning, match="no 'train/los'.* Did you mean 'train/loss'") as warned:
+        made.fit(Logging(), loader())
+    assert sum("no 'train/los'" in str(each.message) for each in warned) == 1
