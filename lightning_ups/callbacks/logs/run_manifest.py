@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
@@ -52,7 +52,7 @@ from lightning_ups.order import (
     finish_optimizers,
     refuse_second,
 )
-from lightning_ups.transforms.blocks import find_blocks
+from lightning_ups.transforms.blocks import find_blocks, own_class
 from lightning_ups.transforms.flags import current_flags
 from lightning_ups.transforms.quoted import quoted
 
@@ -276,7 +276,7 @@ def _model(module: LightningModule) -> dict[str, Any]:
         "blocks": {
             "count": len(blocks),
             "origin": blocks.origin,
-            "classes": sorted({type(block).__name__ for block in blocks.values()}),
+            "classes": sorted({own_class(block).__name__ for block in blocks.values()}),
         },
     }
 
@@ -380,5 +380,5 @@ def _hyperparameters(manifest: Mapping[str, Any], report: Report) -> dict[str, A
 
 
 def _name(thing: Any) -> str:
-    kind = type(thing)
+    kind = own_class(thing) if isinstance(thing, nn.Module) else type(thing)
     return f"{kind.__module__}.{kind.__qualname__}"

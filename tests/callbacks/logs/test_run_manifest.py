@@ -395,6 +395,7 @@ def test_rank_zero_writes_and_it_alone(ranks, tmp_path, sharded):
     assert [p.name for p in tmp_path.rglob("*.json")] == [Path(path).name]
     found = json.loads(Path(path).read_text())
     assert found["strategy"]["world_size"] == 2
+    assert found["model"]["class"].endswith("toys.Net")
     assert found["model"]["parameters"]["trainable"] == sum(p.numel() for p in Net().parameters()), "whole, not a shard"
     assert found["precision"]["layers"] == {"Linear": {"param float32, compute bfloat16": 7}}
     if sharded:
