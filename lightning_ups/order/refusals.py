@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_ups._compat.torch.compile.partitioner import heeds_memory_budget
@@ -94,6 +94,12 @@ REFUSALS = (
         why="It ranks whole weights and replaces them by masked copies, but each device holds only a shard.",
         cure="Prune before fit, or use strategy='ddp'.",
         holds=lambda run: run.training and _shards_itself(run) and bool(_pruning(run)),
+    ),
+    Refusal(
+        what=lambda run: f"{_seeking(run)[0]} is given with {run.strategy.name}.",
+        why="Lightning tries batch sizes without a distributed strategy only, and this is one, on a single device too.",
+        cure="Use strategy='auto' on one device to find the size, or let `plan` predict the largest batch.",
+        holds=lambda run: (run.strategy.shards or "DDP" in run.strategy.name) and bool(_seeking(run)),
     ),
     _FP16,
     _NO_POLICY,
@@ -326,6 +332,10 @@ def _writing(run: Run) -> list[str]:
 
 def _pruning(run: Run) -> list[str]:
     return [type(c).__name__ for c in run.callbacks if isinstance(c, ModelPruning)]
+
+
+def _seeking(run: Run) -> list[str]:
+    return [type(c).__name__ for c in run.callbacks if isinstance(c, BatchSizeFinder)]
 
 
 def _has_masters(run: Run) -> bool:

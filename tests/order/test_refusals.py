@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning
+from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging, ModelPruning
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 
@@ -23,6 +23,7 @@ from tests.toys import Net, loader, trainer
 SINGLE = Placement(name="SingleDeviceStrategy", shards=False, ours=False)
 FSDP1 = Placement(name="FSDPStrategy", shards=True, ours=False)
 FSDP2 = Placement(name="FSDP2Strategy", shards=True, ours=True)
+DDP = Placement(name="DDPStrategy", shards=False, ours=False)
 SIMPLE = Placement(name="SimpleFSDPStrategy", shards=True, ours=True, whole_graph=True)
 
 
@@ -132,6 +133,14 @@ REFUSED = {
     "pruned shards": (
         run(strategy=FSDP2, callbacks=(ModelPruning("l1_unstructured"),)),
         "ModelPruning is given with FSDP2Strategy.*Prune before fit, or use strategy='ddp'",
+    ),
+    "a batch size sought by processes": (
+        run(strategy=FSDP2, callbacks=(BatchSizeFinder(),), num_devices=1),
+        "BatchSizeFinder is given with FSDP2Strategy.*Use strategy='auto' on one device",
+    ),
+    "the same, by replicas": (
+        run(strategy=DDP, callbacks=(BatchSizeFinder(),), training=False),
+        "BatchSizeFinder is given with DDPStrategy",
     ),
     "two owners": (run(callbacks=(Owner(), SecondOwner())), "Owner and SecondOwner would both keep .*Keep one of them"),
     "fp16": (
@@ -263,6 +272,7 @@ ALLOWED = {
     "gathered in float8": run(strategy=FSDP2, precision=Float8Precision(all_gather=True, emulate=True)),
     "gathered in float8 outside fit": run(precision=Float8Precision(all_gather=True, emulate=True), training=False),
     "pruned whole weights": run(callbacks=(ModelPruning("l1_unstructured"),)),
+    "a batch size sought on one device": run(callbacks=(BatchSizeFinder(),), num_devices=1),
     "one owner": run(callbacks=(Owner(),)),
     "a weight that is read past its forward, whole": run(strategy=FSDP2, module=gpt(loss="chunked")),
     "a budget, by inductor": run(callbacks=(Compile(), ActivationCheckpoint(memory_budget=0.5))),
