@@ -37,7 +37,7 @@ from lightning_ups.order import PolicyPrecision, Stage, Weights, policy_of
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.precision.converting import check_head
 from lightning_ups.transforms.casting import kept_in_float32, within
-from lightning_ups.transforms.float8 import RECIPES, fitting_linears, why_left
+from lightning_ups.transforms.float8 import RECIPES, fitting_linears, why_left, why_none_fits
 from lightning_ups.transforms.te import RECIPES as ENGINE_RECIPES
 from lightning_ups.transforms.te import TEConversion
 
@@ -138,8 +138,12 @@ def advise(
     names = [*_possible(trial, wanted, device=device, here=can_time)]
     considered = _layers(trial, names, head=head, tokens=_rows(trial, tokens))
     if not considered:
+        module = trial.module
+        nowhere = [None if is_engine(name) else why_none_fits(module, recipe=name, head=True) for name in names]
+        if nowhere and all(nowhere):
+            raise ValueError(nowhere[0])
         raise ValueError(
-            f"No linear layer of {type(trial.module).__name__} can compute in float8."
+            f"No linear layer of {type(module).__name__} can compute in float8."
             " Layers outside the blocks that repeat are left out, and so are dimensions that are no multiples of 16"
             f"{_reasons(trial, names, head=head)}."
             f" {'Name' if head else 'Try --head, or name'} layers by include=[...] in the precision, or keep"

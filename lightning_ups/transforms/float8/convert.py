@@ -108,7 +108,7 @@ def convert_to_float8(
     selection = {"include": include, "exclude": exclude, "head": head, "tensor_size": tensor_size}
     fitting, reasons, misfits = _choose(module, recipe, **selection)
     if not fitting and losers is None:
-        raise ValueError(_none_fits(module, reasons))
+        raise ValueError(_none_fits(module, reasons, recipe=recipe, **selection))
     losing = {name: why for name, why in (losers or {}).items() if name in fitting}
     chosen = {name: linear for name, linear in fitting.items() if name not in losing}
     shared = _with_shared_weights(module, chosen) if all_gather else ()
@@ -145,7 +145,7 @@ def why_none_fits(module: nn.Module, **selection: Any) -> str | None:
         fitting, reasons, _ = _choose(module, **selection)
     except ValueError as error:  # a pattern that matches nothing
         return str(error)
-    return None if fitting else _none_fits(module, reasons)
+    return None if fitting else _none_fits(module, reasons, **selection)
 
 
 def float8_linears(module: nn.Module) -> dict[str, nn.Module]:
@@ -153,13 +153,13 @@ def float8_linears(module: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in module.named_modules() if _is_float8(m)}
 
 
-def _none_fits(module: nn.Module, reasons: Mapping[str, str]) -> str:
+def _none_fits(module: nn.Module, reasons: Mapping[str, str], **selection: Any) -> str:
+    anywhere, misfits, _ = _choose(module, **selection | {"include": None, "exclude": (), "head": True})
+    shown = reasons if anywhere else misfits
+    some = "; ".join(f"{name}: {why}" for name, why in [*shown.items()][:4]) or "It has no nn.Linear"
+    cure = "Name others by include=[...], or use BF16Precision." if anywhere else "Use BF16Precision."
     what = f"No linear layer of {type(module).__name__} can compute in float8."
-    others = name_other_layers(module)
-    if not reasons:
-        return f"{what} It has no nn.Linear.{others} Use BF16Precision."
-    some = "; ".join(f"{name}: {why}" for name, why in [*reasons.items()][:4])
-    return f"{what} {some}.{others} Name others by include=[...], or use BF16Precision."
+    return f"{what} {some}.{name_other_layers(module)} {cure}"
 
 
 def _choose(

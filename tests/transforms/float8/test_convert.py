@@ -285,17 +285,22 @@ def others(*more):
 
 NAMED = re.escape(f"{__name__}.Transposed (2 of them, 1,024 weights), torch.nn.modules.rnn.RNNCell (1 of them, 32 weig")
 NONE = {
-    r"No linear layer of Sequential.*0: 3 x 3 is no multiple of 16.*include.*BF16Precision": lambda: nn.Sequential(
+    r"No linear layer of Sequential.*0: 3 x 3 is no multiple of 16; .*16\. Use BF16Precision\.$": lambda: nn.Sequential(
         nn.Linear(3, 3), nn.Linear(3, 3)
     ),
+    r"head: outside the blocks; .*Name others by include=\[\.\.\.\], or use BF16Precision\.$": lambda: nn.ModuleDict(
+        {"layers": nn.ModuleList(nn.Sequential(nn.Linear(3, 3)) for _ in range(2)), "head": nn.Linear(16, 16)}
+    ),
     rf"not converted: {NAMED}hts\)\. Use BF16Precision\.$": others,
-    rf"5: .*are no nn\.Linear are not converted: {NAMED}.*include=\[": lambda: others(nn.Linear(3, 3)),
+    rf"5: .*are no nn\.Linear are not converted: {NAMED}hts\)\. Use BF16Precision\.$": lambda: others(nn.Linear(3, 3)),
     r"lm_head: .*: transformers\.pytorch_utils\.Conv1D \(8 of them, 24,576 weights": gpt2,
     r"in float8\. It has no nn\.Linear\. Use BF16Precision\.$": lambda: nn.Sequential(nn.Conv1d(4, 4, 1)),
 }
 
 
-@pytest.mark.parametrize(("text", "make"), NONE.items(), ids=["too small", "others", "both", "gpt2", "no linear layer"])
+@pytest.mark.parametrize(
+    ("text", "make"), NONE.items(), ids=["too small", "outside", "others", "both", "gpt2", "no linear layer"]
+)
 def test_nothing_to_convert_says_why_and_names_layers_of_other_kinds(text, make):
     with pytest.raises(ValueError, match=text):
         convert_to_float8(make(), recipe="tensorwise", emulate=True)
