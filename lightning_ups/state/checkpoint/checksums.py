@@ -1,11 +1,12 @@
 """Checksums of the files of a checkpoint: computed while a file is written, verified while it is read.
 
-Note [Which checksum]. The 64-bit words of each 4 KiB row are added up. numpy adds as fast as memory is read (43 GB/s
-from the cache on one core of a server, as XXH3), where CRC-32 of all bytes runs at 4 GB/s and SHA-256 at 1 GB/s. For
-the chunks of a tensor, each sum is mixed, multiplied by an odd number that belongs to its place, and all are added up
-modulo 2**64: NumPy does that for many chunks in a few calls, and a GPU does it in the same way. Mixing and multiplying
-can be undone, so a change in one row changes the result; rows that change places change it because of the numbers. For
-everything else, CRC-32 runs over the sums.
+Note [Which checksum]. The 64-bit words of each row are added up. numpy adds as fast as memory is read (43 GB/s from the
+cache on one core of a server, as XXH3), where CRC-32 of all bytes runs at 4 GB/s and SHA-256 at 1 GB/s. For the chunks
+of a tensor, rows are sectors of 512 bytes. Each sum is mixed and multiplied by an odd number that belongs to its place,
+and all are added up modulo 2**64: NumPy does that for many chunks in a few calls, and a GPU does it in the same way.
+Mixing and multiplying can be undone, so a change of one sum changes the result; sectors that change places change it
+because of the numbers. For everything else, CRC-32 runs over the sums of rows of 4 KiB. Words that change places within
+a row are not noticed.
 
 Note [Records]. What DCP saves of one tensor is a record: a run of bytes in a ``.distcp`` file. ``torch.save`` puts a
 zip header before the tensor's bytes and a directory after them. Head and tail have a checksum each, and the bytes
@@ -34,7 +35,8 @@ from torch import Tensor
 
 CHECKSUMS = "checksums.json"
 CHUNK = 4 * 2**20  # bytes
-ROW = 4096  # bytes
+ROW = 512  # bytes: a sector of a disk
+_FILE_ROW = 4096  # bytes, in files that are summed as a whole
 _BUFFER = 2**20  # bytes: small enough to stay in a core's cache between being read and being summed
 _WORTH = 2**18  # bytes from which another thread, or the GPU, is used
 _ODD = 0x9E3779B97F4A7C15  # its bits look random
@@ -52,11 +54,11 @@ def checksum(data: Any, before: int = 0) -> int:
         before: The checksum of the data before them, which must be whole rows.
     """
     view = memoryview(data).cast("B")
-    rows = len(view) // ROW
+    rows = len(view) // _FILE_ROW
     if rows:
-        words = np.frombuffer(view, dtype="<u8", count=rows * ROW // 8).reshape(rows, ROW // 8)
+        words = np.frombuffer(view, dtype="<u8", count=rows * _FILE_ROW // 8).reshape(rows, _FILE_ROW // 8)
         before = zlib.crc32(np.add.reduce(words, axis=1), before)
-    return zlib.crc32(view[rows * ROW :], before)
+    return zlib.crc32(view[rows * _FILE_ROW :], before)
 
 
 def checksum_of_file(path: Path) -> int:

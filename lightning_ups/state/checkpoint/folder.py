@@ -458,7 +458,10 @@ def records(path: Path) -> dict[tuple[str, int], Record] | None:
         files = meta.read_json(path / CHECKSUMS)
         if not files.keys() <= marker["files"].keys():
             raise ValueError("it names files that are not in this checkpoint")
-        return from_json(files)
+        found = from_json(files)
+        if any(offset + record.length > marker["files"][name] for (name, offset), record in found.items()):
+            raise ValueError("it names more bytes than there are")
+        return found
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise DamagedFileError(meta.damage(path / CHECKSUMS, error)) from error
 
@@ -487,9 +490,6 @@ def damaged(path: Path) -> list[str]:
     found = {name for name, expected in marker["checksums"].items() if checksum_of_file(path / name) != expected}
     if CHECKSUMS not in found:
         for (name, offset), record in (records(path) or {}).items():
-            if offset + record.length > marker["files"][name]:
-                found.add(name)
-                continue
             with (path / name).open("rb") as file:
                 try:
                     RecordReader(file, offset=offset, record=record, name=name).verify()

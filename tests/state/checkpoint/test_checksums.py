@@ -338,11 +338,12 @@ def test_sums_wrap_around_on_the_device_as_on_the_host(device, word):
     assert len(host) == 1 + 2 + 2
 
 
-def test_a_bit_of_a_row_and_two_rows_that_change_places_change_the_checksum_of_a_chunk():
+@pytest.mark.parametrize("size", [512, 4096])
+def test_a_bit_and_two_sectors_or_pages_that_change_places_change_the_checksum_of_a_chunk(size):
     """Rows of one value each have sums that differ in few bits."""
-    chunk = 2**15
-    values = torch.tensor([float(2**index) for index in range(chunk // 4096)], dtype=torch.float64)
-    rows = values.repeat_interleave(512).view(-1, 512)
+    rows = torch.tensor([float(2**index) for index in range(8)], dtype=torch.float64)
+    rows = rows.repeat_interleave(size // 8).view(8, -1)
+    chunk = 8 * size
     (before,) = sums._sums(memoryview(rows.view(-1).view(torch.uint8).numpy()), chunk)
     found = {before}
     for one, other in itertools.combinations(range(len(rows)), 2):

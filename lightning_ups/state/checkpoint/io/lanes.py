@@ -39,7 +39,7 @@ PIECE = 8 * 2**20  # bytes: long enough for the bus, while two per lane fit into
 MOST = 8
 _PLAIN = (Tensor, nn.Parameter)
 WORTH = 16 * 2**20  # bytes for which another lane is opened
-BATCH = 4 * 2**30  # bytes whose checksums are computed at once; the sums of their rows take 8 MiB
+BATCH = 2**30  # bytes whose checksums are computed at once; the sums of their rows take 16 MiB
 # bytes: smaller tensors are bound by Python and not by the disk, and threads only disturb each other
 SMALL = 64 * 2**10
 
