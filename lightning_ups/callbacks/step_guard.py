@@ -406,7 +406,8 @@ class StepGuard(Callback, OnlyOne):
         )
         line = f"nonfinite: {self.on_nonfinite}, spike: {self.on_spike}{how}"
         report_of(trainer).note("StepGuard", line, on_device=self._on_device if skips else None, events=[])
-        if skips and not self._on_device and self.skip_on == "auto":
+        on_cpu = trainer.strategy.root_device.type == "cpu"  # where the host does not wait
+        if skips and not self._on_device and not on_cpu and self.skip_on == "auto":
             rank_zero_info(f"StepGuard: {line}. A fused optimizer (fused=True) would not make it wait.")
 
 

@@ -343,7 +343,8 @@ def _table(planner: Planner, rows: Sequence[_Row]) -> Iterator[str]:
     assert before is not None
     for row in rows:
         if row.moment is None:
-            why = textwrap.shorten(f"not counted: {row.why.partition('. ')[0]}", WIDTH - 36, placeholder=" ...")
+            said = row.why.partition(". ")[0].removeprefix(f"{row.variant.name} ")
+            why = textwrap.shorten(f"not counted: {said}", WIDTH - 36, placeholder=" ...")
             yield f"{row.variant.name:34}  {why}"
             continue
         saves = "" if row is rows[0] else readable(before.total - row.moment.total)

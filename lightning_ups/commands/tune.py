@@ -275,7 +275,10 @@ def _conclude(found: Outcome, space: Space, base: BaseRun, output: Path) -> int:
         return 1
     if not found.is_complete:
         print("Interrupted: the best so far was not verified. The same command continues.")
-    print(f"best        {best.name}{'' if found.gain is None else f': {found.gain} over stock Lightning'}")
+    is_stock = best.choice is not None and not [*space.parts(best.choice)]
+    gain = None if is_stock else found.gain
+    said = ": no setting was better beyond doubt" if is_stock else f": {gain} over stock Lightning"
+    print(f"best        {best.name}{said if is_stock or gain is not None else ''}")
     chart = frontier(
         [
             Spot(name=row.name, rate=row.result.samples_per_s, gib=row.result.peak_bytes / GIB, is_chosen=row is best)
@@ -285,7 +288,7 @@ def _conclude(found: Outcome, space: Space, base: BaseRun, output: Path) -> int:
         label="samples per second and peak memory",
     )
     title = f"{type(base.requested.run.module).__name__}: the search for faster settings"
-    tiles = [("best", best.name), *([("gain over stock", str(found.gain))] if found.gain is not None else [])]
+    tiles = [("best", best.name), *([("gain over stock", str(gain))] if gain is not None else [])]
     sections = [("Speed and memory", chart), ("Configurations", table(_HEAD, [*map(_cells, ranked)]))]
     device = best.result.device if best.result is not None else ""
     paths = [
@@ -295,13 +298,15 @@ def _conclude(found: Outcome, space: Space, base: BaseRun, output: Path) -> int:
     ]
     print(f"written     {', '.join(map(short_path, paths))}")
     words = " ".join(map(shell_word, base.words))
-    print(f"try next    python -m lightning_ups fit {words} --config {shell_word(paths[0])}")
+    if not is_stock or base.preset is not None:
+        print(f"try next    python -m lightning_ups fit {words} --config {shell_word(paths[0])}")
     return 0
 
 
 def _overlay(found: Outcome, best: Row, space: Space, base: BaseRun) -> Iterator[str]:
     """Yield the lines of ``tuned.yaml``: each setting with its gain as a comment."""
-    over = "" if found.gain is None else f", {found.gain} over stock Lightning"
+    is_stock = best.choice is not None and not [*space.parts(best.choice)]
+    over = "" if found.gain is None or is_stock else f", {found.gain} over stock Lightning"
     yield f"# Found by tune on {best.result.device if best.result is not None else 'this machine'}{over}."
     yield f"# verify: {best.verified or 'not asked'}."
     if best.choice is None:

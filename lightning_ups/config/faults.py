@@ -23,6 +23,7 @@ from lightning_ups.config.command_line import unexpected_word
 from lightning_ups.config.layers import Keys, Layer, Tree, items, section
 from lightning_ups.config.suggestions import nearest, suggest
 
+_NEAR = 0.75  # CometLogger is not near NeptuneLogger
 _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -186,10 +187,8 @@ class _Search:
         if not module:
             concrete = [kind for kind in subclasses(bases) if not inspect.isabstract(kind)]
             public = {kind.__name__ for kind in concrete if is_public(f"{kind.__module__}.{kind.__name__}")}
-            near = nearest(name, public, cutoff=0.75)  # CometLogger is not near NeptuneLogger
-            hint = f"Did you mean {near!r}?" if near else suggest("", public)
             yield (
-                f"{place}unknown {wanted} {name!r}. {hint}"
+                f"{place}unknown {wanted} {name!r}. {suggest(name, public, cutoff=_NEAR)}"
                 f" A class of your own needs its module, as in 'package.module.{name}'."
             )
         elif error := _import_error(module):
@@ -197,7 +196,8 @@ class _Search:
         else:
             classes = {key: kind for key, kind in vars(sys.modules[module]).items() if inspect.isclass(kind)}
             fitting = [key for key, kind in classes.items() if issubclass(kind, tuple(bases))]
-            yield f"{place}the module {module} has no class {attribute!r}. {suggest(attribute, fitting or classes)}"
+            hint = suggest(attribute, fitting or classes, cutoff=_NEAR)
+            yield f"{place}the module {module} has no class {attribute!r}. {hint}"
 
     def _class_given_at(self, keys: Keys) -> str | None:
         """Return the class that the strongest layer names at `keys`, for a layer that gives only settings of it."""

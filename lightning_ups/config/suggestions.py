@@ -28,10 +28,10 @@ def _differs_in_one_letter(known: str, wanted: str) -> bool:
     return len(known) == len(wanted) and sum(a != b for a, b in zip(known, wanted, strict=True)) == 1
 
 
-def suggest(name: str, known: Iterable[str], *, most: int = 12, otherwise: str = "") -> str:
+def suggest(name: str, known: Iterable[str], *, most: int = 12, otherwise: str = "", cutoff: float = 0.6) -> str:
     """Return a sentence with the closest known name, else with the first known names, else `otherwise`."""
     names = sorted(known)
-    if (near := nearest(name, names)) is not None:
+    if (near := nearest(name, names, cutoff=cutoff)) is not None:
         return f"Did you mean {near!r}?"
     if not names:
         return otherwise

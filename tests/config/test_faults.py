@@ -44,8 +44,9 @@ def test_all_faults_have_their_lines(faults):
     assert places(found) == ["run.yaml:3", "run.yaml:5", "run.yaml:6"]
 
 
-def test_another_product_is_not_suggested(faults):
-    (found,) = faults(f"{MODEL}trainer:\n  logger: {{class_path: NeptuneLogger}}\n")
+@pytest.mark.parametrize("name", ["NeptuneLogger", "lightning.pytorch.loggers.NeptuneLogger"])
+def test_another_product_is_not_suggested(faults, name):
+    (found,) = faults(f"{MODEL}trainer:\n  logger: {{class_path: {name}}}\n")
     assert "Did you mean" not in found
     (found,) = faults(f"{MODEL}trainer:\n  logger: {{class_path: WandLogger}}\n")
     assert "Did you mean 'WandbLogger'?" in found

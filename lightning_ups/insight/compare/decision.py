@@ -110,6 +110,8 @@ def _loss(effect: Effect, band: Band | None, base: Side, new: Side) -> Decision:
         return Decision(CANNOT_TELL, f"{effect.name} was logged at no step in both")
     if band is not None:
         size, what = band.size * (abs(effect.base) if band.relative else 1), "the band"
+    elif effect.difference.value <= 0:
+        return Decision(PASS, f"{effect.name} is {effect.new:.4g} against {effect.base:.4g}")
     elif len(base.runs) + len(new.runs) > 2:
         half = effect.difference.high - effect.difference.value
         size, what = half, "the band of its seeds"

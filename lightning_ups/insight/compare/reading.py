@@ -78,7 +78,7 @@ def read_run(given: str, *, time: str | None = None) -> RunLog:
     path = Path(given)
     if not path.exists():
         near = sorted(each.name for each in path.parent.iterdir())[:5] if path.parent.is_dir() else []
-        raise ValueError(f"{given} does not exist. {path.parent} has: {', '.join(near) or 'nothing'}.")
+        raise ValueError(f"{given} does not exist. Its folder has: {', '.join(near) or 'nothing'}.")
     if path.name.startswith("manifest") and path.suffix == ".json":
         return _read_folder(given, path.parent, time=time, manifest=path)
     if path.is_dir():

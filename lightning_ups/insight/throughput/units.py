@@ -20,6 +20,8 @@ class _Found(NamedTuple):
 
     @property
     def shown(self) -> str:
+        if self.name.isdigit():
+            return f"element {self.name} of the batch"
         return f"{self.name!r} in the batch" if self.name else "the batch itself"
 
 

@@ -72,6 +72,12 @@ def test_few_values_show_no_noise():
     assert decided(base, new, loss=Band(0.2)).reason.startswith("val_loss is")
 
 
+def test_an_equal_or_lower_loss_passes_however_few_values_there_are():
+    for values in ([0.5], [3.0, 2.0, 1.0], [0.9] * 40):
+        assert decided(run(val_loss=values), run(val_loss=values)).verdict == PASS
+    assert decided(run(val_loss=[0.5]), run(val_loss=[0.4])).verdict == PASS
+
+
 def test_not_finite_fails_whatever_the_band():
     values = losses(0)
     values[-1] = np.nan

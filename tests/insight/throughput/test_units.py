@@ -58,9 +58,12 @@ def test_tokens_samples_or_batches_are_counted(batch, unit, number):
 
 
 def test_the_counted_tensor_is_named():
-    said = [counter("auto", None, batch)[2] for batch in ({"a": [IDS]}, torch.randn(4, 8), ["text"])]
+    said = [
+        counter("auto", None, batch)[2] for batch in ({"a": [IDS]}, (torch.randn(4, 8), 1), torch.randn(4, 8), ["text"])
+    ]
     assert said == [
         "the elements of 'a.0' in the batch",
+        "the rows of element 0 of the batch",
         "the rows of the batch itself",
         "since a list with no tensor has no rows",
     ]
