@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import sys
 import time
 from argparse import ArgumentParser
@@ -225,11 +224,7 @@ class Stopwatch(Callback):
         device, found = trainer.strategy.root_device, steady(self._times)
         low, middle, high = found.quartiles
         on_gpu = device.type == "cuda"
-        peak = (
-            torch.cuda.max_memory_allocated(device)
-            if on_gpu
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        )
+        peak = torch.cuda.max_memory_allocated(device) if on_gpu else _peak_of_process()
         losses = [torch.stack(each).float().mean() for each in self._losses[:_LOSSES] if each]
         mean = trainer.strategy.reduce(torch.stack(losses), reduce_op="mean") if losses else torch.zeros(0)
         peak = trainer.strategy.reduce(torch.tensor(float(peak), device=device), reduce_op="max")
@@ -280,6 +275,15 @@ class Stopwatch(Callback):
 def _loss_of(outputs: Any) -> torch.Tensor | None:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return loss.detach().clone() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def _peak_of_process() -> int:
+    """Return the bytes that this process has had at most; 0 on Windows, where Python does not know them."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _replicas(trainer: Trainer) -> int:

@@ -66,6 +66,7 @@ def saving(**trainer):
     return {"callbacks": [callback], "logger": logger, "limit_val_batches": 1.0, "enable_progress_bar": True} | trainer
 
 
+@pytest.mark.slow  # other load on the machine looks like a problem
 def test_a_slow_loader_is_named_its_fix_is_tried_and_no_file_is_left(ups, folder, quick):
     tree = run(data={"class_path": f"{HERE}.SlowData"}, trainer=saving())
     done = ups("diagnose", "--minutes", "1", "--json", "found.json", tree=tree)

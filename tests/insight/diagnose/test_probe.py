@@ -15,6 +15,7 @@ ATTEMPTS = 3  # other load on the machine looks like a problem
 PROBLEMS = ("slow loader", "recompilations", "CPU-bound optimizer", "excessive logging", "checkpoint stalls")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_an_injected_problem_is_named_first(tmp_path, problem):
     for attempt in range(ATTEMPTS):
@@ -31,6 +32,7 @@ def on_two_ranks(folder):
     return [(each.name, each.lost, each.sentence) for each in findings(facts)]
 
 
+@pytest.mark.slow
 def test_uneven_ranks_are_named_first(ranks, tmp_path):
     for _ in range(ATTEMPTS):
         found = ranks(on_two_ranks, str(tmp_path))
@@ -67,6 +69,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", HEALTHY.values(), ids=HEALTHY)
 def test_nothing_stands_out_in_a_healthy_run(tmp_path, make):
     for _ in range(ATTEMPTS):
