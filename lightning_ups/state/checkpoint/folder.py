@@ -429,8 +429,13 @@ def check_format(path: Path) -> None:
 
 def has_checksums(path: Path) -> bool:
     """Return whether the checkpoint folder at ``path`` has checksums; older and foreign ones have none."""
+    return _summed_marker(path) is not None
+
+
+def _summed_marker(path: Path) -> dict[str, Any] | None:
+    """Return the content of the marker if its checksums can be verified."""
     marker = _marker(path) or {}
-    return "checksums" in marker and marker.get("format") != UNVERIFIED
+    return marker if "checksums" in marker and marker.get("format") != UNVERIFIED else None
 
 
 def verify(path: Path) -> None:
@@ -450,8 +455,7 @@ def records(path: Path) -> dict[tuple[str, int], Record] | None:
     Raises:
         DamagedFileError: If the file of checksums is damaged.
     """
-    marker = _marker(path)
-    if marker is None or not has_checksums(path):
+    if (marker := _summed_marker(path)) is None:
         return None
     verify(path / CHECKSUMS)
     try:
@@ -482,8 +486,7 @@ def damaged(path: Path) -> list[str]:
                 return [] if is_plain and archive.testzip() is None else [path.name]
         except (zipfile.BadZipFile, EOFError, ValueError):
             return [path.name]
-    marker = _marker(path)
-    if marker is None or not has_checksums(path):
+    if (marker := _summed_marker(path)) is None:
         raise ValueError(
             f"{path} has no checksums that can be verified: an earlier version or another program wrote it."
         )
