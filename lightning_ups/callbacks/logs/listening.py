@@ -10,7 +10,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from typing_extensions import override
 
 from lightning_ups._compat.torch.device import Kernels, is_profiled, watched_waits
-from lightning_ups.insight.throughput import Inspection, Phase, Span, inspect_spans
+from lightning_ups.insight.throughput import Inspection, Phase, Span, inspect_spans, phase_of
 
 _UNKNOWN: Any = object()
 # Number of steps: one to record waits; one to let ranks synchronize after the profiler has started, which takes longer
@@ -68,7 +68,7 @@ class ProfilerListener(Profiler):
     def _phase(self, action: str) -> Phase | None:
         phase = self._phases.get(action, _UNKNOWN)
         if phase is _UNKNOWN:
-            phase = self._phases[action] = _phase_of(action)
+            phase = self._phases[action] = phase_of(action)
         return phase
 
     # Other methods of a profiler
@@ -105,23 +105,6 @@ class _Within:
 
     def __exit__(self, *_: object) -> None:
         self._listener.stop(self._action)
-
-
-_ENDS: tuple[tuple[str, str, Phase], ...] = (  # the beginning and end of an action's name
-    ("[", "].train_dataloader_next", "data"),
-    ("[Strategy]", ".batch_to_device", "transfer"),
-    ("[Strategy]", ".training_step", "forward"),
-    ("[Strategy]", ".backward", "backward"),
-    ("[LightningModule]", ".optimizer_step", "optimizer"),
-    ("optimizer_step", "optimizer_step", "optimizer"),  # under manual optimization
-    ("save_checkpoint", "save_checkpoint", "checkpoint"),
-    # Reported before validation starts the workers of its loaders. Its end is not reported.
-    ("[LightningModule]", ".on_validation_model_zero_grad", "validation"),
-)
-
-
-def _phase_of(action: str) -> Phase | None:
-    return next((phase for start, end, phase in _ENDS if action.startswith(start) and action.endswith(end)), None)
 
 
 def can_look_at(device: torch.device) -> bool:

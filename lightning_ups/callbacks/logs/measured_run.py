@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_ups._compat.lightning.fit_loop import fetches_in_step, is_logging_step, logged_step
 from lightning_ups._compat.optional.nvml import Sampler, sensor
 from lightning_ups._compat.torch.flags import read_tf32
+from lightning_ups.callbacks.acceleration_flags import AccelerationFlags
 from lightning_ups.callbacks.logs.listening import CloseLook, ProfilerListener, can_look_at
 from lightning_ups.insight.dry_run import NotCopiedError
 from lightning_ups.insight.throughput import (
@@ -468,9 +469,11 @@ def _gathered(own: Any) -> list[Any]:
 def _hints(trainer: Trainer) -> dict[str, Any]:
     data = trainer.train_dataloader
     loaders = [each for each in tree_leaves(getattr(data, "iterables", data)) if isinstance(each, DataLoader)]
-    parts = {type(part).__name__ for part in (*trainer.callbacks, trainer.precision_plugin)} - {"AccelerationFlags"}  # type: ignore[attr-defined]
-    if any(getattr(getattr(part, "flags", None), "gc_interval", None) for part in trainer.callbacks):  # type: ignore[attr-defined]
-        parts.add("gc_interval")
+    parts = {
+        type(part).__name__
+        for part in (*trainer.callbacks, trainer.precision_plugin)  # type: ignore[attr-defined]
+        if not (isinstance(part, AccelerationFlags) and not part.flags.gc_interval)  # which is what would be advised
+    }
     if not loaders:
         return {"parts": parts}
     loader = min(loaders, key=lambda each: each.num_workers)  # of several, the one that is waited for the longest

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_ups._compat.lightning.running_fit import run_step, step_arguments
 from lightning_ups._compat.torch.device import is_profiled
 from lightning_ups._compat.torch.flags import read_tf32, save_tf32, write_tf32
-from lightning_ups.insight.diagnose.links import copy_rates, matmul_rate
+from lightning_ups.insight.diagnose.links import copy_rates, matmul_rate, timed
 from lightning_ups.insight.throughput import clock_for
 
 Facts = dict[str, Any]
@@ -66,12 +66,7 @@ class Bench:
 
         def once() -> None:
             for name, run in runs.items():
-                clock.wait()
-                start = clock.mark()
-                run()
-                end = clock.mark()
-                clock.wait()
-                times[name].append(clock.seconds(start, end))
+                times[name].append(timed(clock, run))
 
         once()  # compiles, and allocates
         once()

@@ -10,22 +10,25 @@ import torch
 import torch.distributed as dist
 
 from lightning_ups._compat.optional.nvml import gpu_states
-from lightning_ups.insight.throughput import clock_for
+from lightning_ups.insight.throughput import Clock, clock_for
 
 _SIZES = (2**12, 2**16, 2**20, 2**24)  # bytes of each rank; more on GPUs
 _ROUNDS = 5
 
 
+def timed(clock: Clock, run: Callable[[], Any]) -> float:
+    """Return the seconds of ``run``, which begins and ends with an idle device."""
+    clock.wait()
+    start = clock.mark()
+    run()
+    end = clock.mark()
+    clock.wait()
+    return clock.seconds(start, end)
+
+
 def _seconds(device: torch.device, run: Callable[[], Any]) -> float:
     clock = clock_for(device)
-    times = []
-    for _ in range(_ROUNDS + 1):
-        clock.wait()
-        start = clock.mark()
-        run()
-        end = clock.mark()
-        clock.wait()
-        times.append(clock.seconds(start, end))
+    times = [timed(clock, run) for _ in range(_ROUNDS + 1)]
     return max(statistics.median(times[1:]), 1e-9)
 
 

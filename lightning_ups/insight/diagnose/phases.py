@@ -15,19 +15,9 @@ from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
 from lightning_ups._compat.torch.compile.dynamo import Mark, compilations_since, compiled_since, mark
-from lightning_ups.insight.throughput import PAUSES, Timeline, clock_for
+from lightning_ups.insight.throughput import PAUSES, Timeline, clock_for, phase_of
 from lightning_ups.transforms.patching import instead_of
 
-# The beginning and the end of an action's name in Lightning's profiler, and its phase.
-_ACTIONS = (
-    ("[", "].train_dataloader_next", "data"),
-    ("[Strategy]", ".batch_to_device", "transfer"),
-    ("[Strategy]", ".training_step", "forward"),
-    ("[Strategy]", ".backward", "backward"),
-    ("[LightningModule]", ".optimizer_step", "optimizer"),
-    ("optimizer_step", "optimizer_step", "optimizer"),  # under manual optimization
-    ("save_checkpoint", "save_checkpoint", "checkpoint"),
-)
 _HOOK = re.compile(r"\[(?:Callback|LightningModule)\](\w+).*\.(on_\w+)")
 _INTERNAL = ("Probe.", "on_before_zero_grad", "on_train_start")
 
@@ -150,9 +140,8 @@ class PhaseProfiler(Profiler):
         return self._names[action]
 
     def _find(self, action: str) -> str | None:
-        for start, end, phase in _ACTIONS:
-            if action.startswith(start) and action.endswith(end):
-                return phase
+        if (phase := phase_of(action)) is not None:
+            return phase
         hook = _HOOK.fullmatch(action)
         if hook is None or hook[2].startswith(_INTERNAL) or hook[1] == "Probe":
             return None

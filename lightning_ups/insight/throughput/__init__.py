@@ -5,13 +5,14 @@ from lightning_ups.insight.throughput.flops import StepFlops, count_flops, step_
 from lightning_ups.insight.throughput.meter import Flops, Inspection, Meter, Span, Summary, inspect_spans, quantile
 from lightning_ups.insight.throughput.peaks import Arithmetic, Peaks, given_peaks, peaks_of
 from lightning_ups.insight.throughput.table import PHASE_NAMES, rows, text_table
-from lightning_ups.insight.throughput.timeline import PAUSES, Phase, Timeline, clock_for
+from lightning_ups.insight.throughput.timeline import PAUSES, Clock, Phase, Timeline, clock_for, phase_of
 from lightning_ups.insight.throughput.units import Count, counter, tensors_of
 
 __all__ = [
     "PAUSES",
     "PHASE_NAMES",
     "Arithmetic",
+    "Clock",
     "Count",
     "Flops",
     "Inspection",
@@ -31,6 +32,7 @@ __all__ = [
     "given_peaks",
     "inspect_spans",
     "peaks_of",
+    "phase_of",
     "quantile",
     "rows",
     "step_flops",

@@ -17,6 +17,22 @@ Phase = Literal["data", "transfer", "forward", "backward", "optimizer", "other",
 PHASES: tuple[Phase, ...] = get_args(Phase)
 PAUSES: tuple[Phase, ...] = ("checkpoint", "validation")  # not part of a step
 _BETWEEN = -1
+_ACTIONS: tuple[tuple[str, str, Phase], ...] = (  # the beginning and end of an action's name in Lightning's profiler
+    ("[", "].train_dataloader_next", "data"),
+    ("[Strategy]", ".batch_to_device", "transfer"),
+    ("[Strategy]", ".training_step", "forward"),
+    ("[Strategy]", ".backward", "backward"),
+    ("[LightningModule]", ".optimizer_step", "optimizer"),
+    ("optimizer_step", "optimizer_step", "optimizer"),  # under manual optimization
+    ("save_checkpoint", "save_checkpoint", "checkpoint"),
+    # Reported before validation starts the workers of its loaders. Its end is not reported.
+    ("[LightningModule]", ".on_validation_model_zero_grad", "validation"),
+)
+
+
+def phase_of(action: str) -> Phase | None:
+    """Return the phase that an action of Lightning's profiler begins, or None."""
+    return next((phase for start, end, phase in _ACTIONS if action.startswith(start) and action.endswith(end)), None)
 
 
 class Clock:
