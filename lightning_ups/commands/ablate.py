@@ -3,7 +3,7 @@
 import json
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ class _Ladder:
         )
         if verdict_of is None:
             return row
-        return Row(**{**vars(row), "verdict": self._verdict(row, self._sorted(verdict_of))})
+        return replace(row, verdict=self._verdict(row, self._sorted(verdict_of)))
 
     def _verdict(self, row: Row, judged: Names) -> str:
         if (failed := self._failure(judged)) is not None:
@@ -225,7 +225,7 @@ def _key(names: Names) -> str:
 
 
 def _short(result: Result) -> str:
-    return f"{result.failure}: {result.text.splitlines()[-1] if result.text else ''}"[:110]
+    return result.failure_line[:110]
 
 
 def _cells(row: Row) -> list[str]:

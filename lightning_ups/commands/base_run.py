@@ -1,7 +1,5 @@
 """The run that `ablate` and `tune` start from: its words, its preset, and what the user's files set."""
 
-import os
-import platform
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ import torch
 import yaml
 from lightning.pytorch.plugins import Precision
 
+from lightning_ups._compat.environment import host, versions
 from lightning_ups.config import presets
 from lightning_ups.config.classes import class_name
 from lightning_ups.config.command_line import read_command_line
@@ -29,7 +28,6 @@ from lightning_ups.insight.tune import (
     digest_of_files,
     leaves,
     shape_of,
-    versions,
     visible_devices,
 )
 
@@ -183,7 +181,8 @@ def write_new(output: Path, ending: str, text: str) -> Path:
 
 
 def _cpu() -> str:
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    machine = host()
+    return f"{machine['processor']}, {machine['cores']} cores"
 
 
 def _without_preset(words: Sequence[str]) -> list[str]:

@@ -132,6 +132,11 @@ def _device(name: str | None) -> Device | None:
                 f"--gpu {name} is no size of a GPU. Use its GiB, as in --gpu 24, or its name, as in --gpu h100-80."
             )
         return device_of(name)
+    return this_device()
+
+
+def this_device() -> Device | None:
+    """Return the first GPU of this machine, or None."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)

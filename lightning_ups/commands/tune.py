@@ -29,9 +29,9 @@ from lightning_ups.commands.base_run import (
     store_of,
     write_new,
 )
-from lightning_ups.commands.plan import planner_of
+from lightning_ups.commands.plan import planner_of, this_device
 from lightning_ups.config.output import note, shell_word, short_path
-from lightning_ups.insight.memory import GIB, Device, Uncountable
+from lightning_ups.insight.memory import GIB, Uncountable
 from lightning_ups.insight.tune import (
     Choice,
     Configuration,
@@ -171,12 +171,8 @@ def _refused(parse: Parse, configuration: Configuration) -> str | None:
         return f"refused: {error}"
     if found := next(iter(refusals(requested.run)), None):
         return f"refused: {found.text(requested.run)}"
-    if requested.run.accelerator != "cuda" or not torch.cuda.is_available():
+    if requested.run.accelerator != "cuda" or (device := this_device()) is None:
         return None
-    properties = torch.cuda.get_device_properties(0)
-    device = Device(
-        name=properties.name, gib=properties.total_memory / GIB, capability=(properties.major, properties.minor)
-    )
     try:
         planner, _ = planner_of(requested, device=device, prepares_data=False)
         size = planner.moment(planner.declared).total
@@ -248,7 +244,7 @@ def _cells(row: Row) -> list[str]:
     result = row.result
     said = row.why or ("" if row.verified is None else f"verify: {row.verified}")
     if result is None or result.failure is not None:
-        text = said or (f"{result.failure}: {result.text.splitlines()[-1] if result.text else ''}" if result else "")
+        text = said or (result.failure_line if result else "")
         return [row.name, "", "", "", "", text[:100]]
     finals = [each.samples_per_s for each in row.finals]
     rate = sum(finals) / len(finals) if finals else result.samples_per_s
@@ -275,7 +271,7 @@ def _conclude(found: Outcome, space: Space, base: BaseRun, output: Path) -> int:
         return 1
     if not found.is_complete:
         print("Interrupted: the best so far was not verified. The same command continues.")
-    is_stock = best.choice is not None and not [*space.parts(best.choice)]
+    is_stock = space.is_stock(best.choice)
     gain = None if is_stock else found.gain
     said = ": no setting was better beyond doubt" if is_stock else f": {gain} over stock Lightning"
     print(f"best        {best.name}{said if is_stock or gain is not None else ''}")
@@ -305,8 +301,7 @@ def _conclude(found: Outcome, space: Space, base: BaseRun, output: Path) -> int:
 
 def _overlay(found: Outcome, best: Row, space: Space, base: BaseRun) -> Iterator[str]:
     """Yield the lines of ``tuned.yaml``: each setting with its gain as a comment."""
-    is_stock = best.choice is not None and not [*space.parts(best.choice)]
-    over = "" if found.gain is None or is_stock else f", {found.gain} over stock Lightning"
+    over = "" if found.gain is None or space.is_stock(best.choice) else f", {found.gain} over stock Lightning"
     yield f"# Found by tune on {best.result.device if best.result is not None else 'this machine'}{over}."
     yield f"# verify: {best.verified or 'not asked'}."
     if best.choice is None:

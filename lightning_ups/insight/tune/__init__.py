@@ -8,7 +8,7 @@ from lightning_ups.insight.tune.page import Bar, Spot, bars, frontier, gib, html
 from lightning_ups.insight.tune.result import FAILURES, Failure, Result, failure_of, failure_of_exit
 from lightning_ups.insight.tune.search import Outcome, Row, Search, Verification
 from lightning_ups.insight.tune.steady_steps import Steady, steady
-from lightning_ups.insight.tune.store import Store, default_folder, digest, digest_of_files, shape_of, versions
+from lightning_ups.insight.tune.store import Store, default_folder, digest, digest_of_files, shape_of
 
 __all__ = [
     "AXES",
@@ -55,6 +55,5 @@ __all__ = [
     "steady",
     "table",
     "text_of",
-    "versions",
     "visible_devices",
 ]

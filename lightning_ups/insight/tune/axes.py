@@ -369,6 +369,10 @@ class Space:
             if tree := self.settings[axis][name].tree:
                 yield axis, name, tree
 
+    def is_stock(self, choice: Choice | None) -> bool:
+        """Return whether a choice is known to change nothing."""
+        return choice is not None and not any(self.parts(choice))
+
     def tree(self, choice: Choice) -> Tree:
         """Return the fragment of a choice, with as many microbatches as keep the global batch."""
         tree = merged(tree for *_, tree in self.parts(choice))

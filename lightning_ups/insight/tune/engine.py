@@ -105,11 +105,6 @@ class Engine:
         """Return the result of one trial, from the store if it is there."""
         return self.start(configuration, effort).result()
 
-    def run_all(self, configurations: Sequence[Configuration], effort: Effort) -> list[Result]:
-        """Return the results of several trials, in order; as many run at once as there are devices."""
-        futures = [self.start(each, effort) for each in configurations]
-        return [future.result() for future in futures]
-
     def start(self, configuration: Configuration, effort: Effort) -> "Future[Result]":
         """Start a trial as soon as a device is free."""
         return self._pool.submit(self._tried, configuration, effort)

@@ -57,7 +57,13 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as plain values."""
-        return {each.name: value for each in fields(self) if (value := asdict(self)[each.name]) != each.default}
+        values = asdict(self)
+        return {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
+
+    @property
+    def failure_line(self) -> str:
+        """The kind of failure and the last line of its text."""
+        return f"{self.failure}: {self.text.splitlines()[-1] if self.text else ''}"
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Result":

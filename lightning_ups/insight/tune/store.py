@@ -3,17 +3,13 @@
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-import lightning_ups
 from lightning_ups.insight.tune.result import Result
 
 _FILE = "results.jsonl"
@@ -56,17 +52,6 @@ class Store:
 def default_folder() -> Path:
     """Return the folder of results in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightning_ups", "trials")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
-    return {
-        "lightning_ups": lightning_ups.__version__,
-        "lightning": lightning.__version__,
-        "torch": str(torch.version.__version__),
-        "cuda": str(torch.version.cuda or torch.version.hip),
-        "python": platform.python_version(),
-    }
 
 
 def shape_of(module: nn.Module) -> str:

@@ -67,9 +67,14 @@ def is_running(pid):
     return True
 
 
+def run_all(trials, configurations):
+    """Return the results of trials that run at once, in order."""
+    return [future.result() for future in [trials.start(each, Effort()) for each in configurations]]
+
+
 def test_failures_are_results(tmp_path):
     with engine(tmp_path) as trials:
-        crash, rank = trials.run_all([configuration("crash"), configuration("rank")], Effort())
+        crash, rank = run_all(trials, [configuration("crash"), configuration("rank")])
     assert crash.failure == "crash"
     assert "the last line" in crash.text
     assert (rank.failure, rank.text) == ("out of memory", "rank 1")
@@ -99,7 +104,7 @@ def test_a_pruned_result_counts_only_while_it_is_far_behind(tmp_path):
 def test_trials_share_the_devices(tmp_path):
     with engine(tmp_path, devices=["4", "5", "6"], per_trial=1) as trials:
         assert trials.parallel == 3
-        found = trials.run_all([configuration("0.5")] * 3, Effort())
+        found = run_all(trials, [configuration("0.5")] * 3)
     assert {each.device for each in found} == {"4", "5", "6"}
     with engine(tmp_path, devices=["4", "5", "6"], per_trial=2) as trials:
         assert trials.run(configuration("fine"), Effort()).device == "4,5"

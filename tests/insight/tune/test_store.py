@@ -1,7 +1,8 @@
 import torch
 from torch import nn
 
-from lightning_ups.insight.tune import Result, Store, default_folder, digest, digest_of_files, shape_of, versions
+from lightning_ups._compat.environment import versions
+from lightning_ups.insight.tune import Result, Store, default_folder, digest, digest_of_files, shape_of
 
 
 def test_results_are_found_again_and_an_interrupted_line_is_skipped(tmp_path):
