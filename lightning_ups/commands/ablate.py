@@ -33,6 +33,7 @@ from lightning_ups.insight.tune import (
     gib,
     html_page,
     loss_difference,
+    loss_fault,
     merged,
     rate_bar,
     table,
@@ -40,7 +41,6 @@ from lightning_ups.insight.tune import (
 )
 
 OPTIONS = ("fresh", "limit", "output", "rounds", "seconds", "store", "with")  # as typed
-_LOSS_DIFFERS = 0.05  # of the mean loss of the first steps
 _HEAD = ("", "samples/s", "gain [95 %]", "memory", "MFU", "start", "loss", "")
 
 Names = tuple[str, ...]
@@ -147,7 +147,7 @@ class _Ladder:
                     raise
                 note(f"ablate: interrupted in round {number + 1} of {rounds}; the same command continues")
                 break
-        known = Rounds({_key(names): found for names, found in self._results.items() if self._failure(names) is None})
+        known = Rounds({_key(names): self._results[names] for names in wanted if self._failure(names) is None})
 
         def gain(of: Names, over: Names) -> Gain | None:
             both = [self._sorted(names) for names in (of, over)]
@@ -198,8 +198,7 @@ class _Ladder:
         if row.gain is None:
             return ""
         result, plain = self._results[judged][0], self._results[()][0]
-        loss = loss_difference(result, plain)
-        if loss is not None and not loss < _LOSS_DIFFERS:
+        if loss_fault(result, plain) is not None:
             return f"{row.gain.verdict}; the loss differs"
         return row.gain.verdict
 
@@ -259,7 +258,7 @@ def _lines(rungs: Sequence[Row], left_out: Sequence[Row]) -> Iterator[str]:
 
 
 def _facts(row: Row) -> dict[str, Any]:
-    gain = row.gain and {"value": row.gain.value, "low": row.gain.low, "high": row.gain.high}
+    gain = row.gain and row.gain.as_dict()
     facts = {"name": row.name, "samples_per_s": row.rate, "gain": gain, "loss_difference": row.loss}
     return {**facts, "verdict": row.verdict, "result": row.result.as_dict()}
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ from lightning_ups.insight.tune import (
     Choice,
     Configuration,
     Engine,
+    Objective,
     Outcome,
+    Progress,
     Result,
     Row,
     Search,
@@ -59,6 +62,7 @@ OPTIONS = ("devices", "fresh", "keep_global_batch", "limit", "minutes", "objecti
 _HEAD = ("configuration", "samples/s", "step", "memory", "MFU", "")
 _VERIFY = (sys.executable, "-m", "lightning_ups", "verify", "--no_faults")
 _MOST_SHOWN = 12  # rows of the live table
+_REMINDS_EVERY = 60  # seconds without a terminal
 
 
 def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -89,7 +93,7 @@ def search(
     *,
     minutes: float,
     devices: int | None,
-    objective: Any,
+    objective: Objective,
     keep_global_batch: bool,
     seconds: float,
     limit: float,
@@ -116,7 +120,7 @@ def search(
     per_trial = len(names) if objective == "cost" and names else per_trial
     with (
         Engine(store=kept, identity=base.identity, devices=names, per_trial=per_trial) as engine,
-        _shown(minutes) as show,
+        _shown() as show,
     ):
         found = Search(
             engine,
@@ -130,7 +134,7 @@ def search(
             deadline=deadline,
             show=show,
         ).run(_given(base, configuration(space.stock)))
-    return _conclude(found, space, base, output)
+    return _conclude(found, space, base, output, objective=objective)
 
 
 def _given(base: BaseRun, stock: Configuration) -> list[Row]:
@@ -141,7 +145,7 @@ def _given(base: BaseRun, stock: Configuration) -> list[Row]:
     return rows
 
 
-def _situation(base: BaseRun, *, most: int, objective: Any, keeps_global_batch: bool) -> Situation:
+def _situation(base: BaseRun, *, most: int, objective: Objective, keeps_global_batch: bool) -> Situation:
     run, config = base.requested.run, base.requested.config
     on_gpu = run.accelerator == "cuda" and torch.cuda.is_available()
     data = config.get("data") or {}
@@ -192,14 +196,15 @@ def _verified(
     if found is None:
         code, output = engine.call([*_VERIFY, *words], limit=2 * limit)
         lines = [line for line in output.splitlines() if line.strip()]
-        text = lines[-1] if lines else ""
+        red = next((line for line in lines if line.startswith("RED: ")), None)
         if code == 0:
-            found = Result(text="passed")
-        elif code == 1 and "Traceback (most recent call last)" not in output:
-            found = Result(failure="refused", text=text)
+            on_one = any(line.startswith("compared on one device") for line in lines)
+            found = Result(text="passed on one device" if on_one else "passed")
+        elif code == 1 and red is not None:
+            found = Result(failure="refused", text=red.removeprefix("RED: ").rstrip(":"))
         else:
-            why = "it did not end" if code is None else text
-            found = Result(text=f"not verified: {why}"[:200])
+            why = "it did not end" if code is None else lines[-1] if lines else f"exit code {code}"
+            return Verification(rejects=False, text=f"not verified: {why}"[:200])  # the next search asks again
         if store is not None:
             store.add(key, found, limit=limit, about={"words": ["verify", *words], **base.identity})
     return Verification(rejects=found.failure is not None, text=found.text)
@@ -209,35 +214,72 @@ def _verified(
 
 
 @contextmanager
-def _shown(minutes: float) -> Iterator[Callable[[Sequence[Row]], None]]:
-    """Show rows in a live table; as lines, each once, where the output is not a terminal."""
-    console = Console(stderr=True)
+def _shown() -> Iterator[Callable[[Progress], None]]:
+    """Show the search in a live table; as lines where the output is not a terminal."""
+    console, newest = Console(stderr=True), list[tuple[Progress, float]]()
+
+    def show(progress: Progress) -> None:
+        newest[:] = [(progress, time.monotonic())]
+
     if console.is_terminal:
-        with Live(console=console, transient=True) as live:
-            yield lambda rows: live.update(_live_table(rows, minutes))
+        # Drawn again each second, so that the clock goes on during a trial.
+        with Live(console=console, transient=True, refresh_per_second=1, get_renderable=lambda: _live_table(newest)):
+            yield show
         return
     said: dict[int, str] = {}
+    ends = Event()
 
-    def show(rows: Sequence[Row]) -> None:
-        for row in rows:
+    def tell(progress: Progress) -> None:
+        show(progress)
+        for row in progress.rows:
             line = "  ".join(cell for cell in _cells(row) if cell)
             if (row.result is not None or row.why) and said.get(id(row)) != line:
                 said[id(row)] = line
-                note(f"tune: {line}")
+                note(f"tune: [{_clock(progress.passed_s)}] {line}")
 
-    yield show
+    def remind() -> None:
+        while not ends.wait(_REMINDS_EVERY):
+            if newest and newest[0][0].running:
+                note(f"tune: {_status(newest)}")
+
+    reminder = Thread(target=remind, daemon=True)
+    reminder.start()
+    try:
+        yield tell
+    finally:
+        ends.set()
+        reminder.join()
 
 
-def _live_table(rows: Sequence[Row], minutes: float) -> Table:
-    shown = Table(*_HEAD, title=f"tune, {minutes:g} minutes; Ctrl-C ends it with the best so far")
-    for row in _ranked(rows)[:_MOST_SHOWN]:
+def _live_table(newest: Sequence[tuple[Progress, float]]) -> Table:
+    shown = Table(*_HEAD, title=f"tune: {_status(newest)}", caption="Ctrl-C ends it with the best so far")
+    for row in _ranked(newest[0][0].rows)[:_MOST_SHOWN] if newest else ():
         shown.add_row(*_cells(row))
     return shown
 
 
+def _status(newest: Sequence[tuple[Progress, float]]) -> str:
+    """Return in one line what runs, since when, and how long the search may still take."""
+    if not newest:
+        return "starts"
+    progress, began = newest[0]
+    since = time.monotonic() - began
+    running = ", ".join(progress.running)
+    ended = f", this step about {_clock(max(0, progress.step_left_s - since))}" if progress.step_left_s else ""
+    return (
+        f"[{_clock(progress.passed_s + since)}] {progress.doing}"
+        f"{f': {running} for {since:.0f} s' if running else ''};"
+        f" at most {_clock(max(0, progress.left_s - since))} left{ended}"
+    )
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
 def _ranked(rows: Sequence[Row]) -> list[Row]:
     tried = [row for row in rows if row.result is not None or row.why]
-    return sorted(tried, key=lambda row: -row.result.samples_per_s if row.result and row.has_worked else 1)
+    return sorted(tried, key=lambda row: -_rate(row) if row.has_worked else 1)
 
 
 def _cells(row: Row) -> list[str]:
@@ -246,19 +288,26 @@ def _cells(row: Row) -> list[str]:
     if result is None or result.failure is not None:
         text = said or (result.failure_line if result else "")
         return [row.name, "", "", "", "", text[:100]]
-    finals = [each.samples_per_s for each in row.finals]
-    rate = sum(finals) / len(finals) if finals else result.samples_per_s
     return [
         row.name,
-        f"{rate:.4g}",
+        f"{_rate(row):.4g}",
         f"{1e3 * result.step_s:.4g} ms",
         gib(result.peak_bytes),
         "" if result.mfu is None else f"{result.mfu:.1%}",
-        (said or ("ended early" if result.is_pruned else f"{len(finals)} rounds" if finals else ""))[:100],
+        (said or ("ended early" if result.is_pruned else _rounds(row)))[:100],
     ]
 
 
-def _conclude(found: Outcome, space: Space, base: BaseRun, output: Path) -> int:
+def _rate(row: Row) -> float:
+    finals = [each.samples_per_s for each in row.finals]
+    return sum(finals) / len(finals) if finals else row.result.samples_per_s if row.result is not None else 0.0
+
+
+def _rounds(row: Row) -> str:
+    return f"{len(row.finals)} round{'' if len(row.finals) == 1 else 's'}" if row.finals else ""
+
+
+def _conclude(found: Outcome, space: Space, base: BaseRun, output: Path, *, objective: Objective) -> int:
     ranked = _ranked(found.rows)
     cells = [_HEAD, *map(_cells, ranked)]
     widths = [min(70, max(len(row[column]) for row in cells)) for column in range(len(_HEAD))]
@@ -271,53 +320,78 @@ def _conclude(found: Outcome, space: Space, base: BaseRun, output: Path) -> int:
         return 1
     if not found.is_complete:
         print("Interrupted: the best so far was not verified. The same command continues.")
-    is_stock = space.is_stock(best.choice)
-    gain = None if is_stock else found.gain
-    said = ": no setting was better beyond doubt" if is_stock else f": {gain} over stock Lightning"
-    print(f"best        {best.name}{said if is_stock or gain is not None else ''}")
+    said = _result(found, best, space, objective)
+    print(f"best        {best.name}: {said}")
     chart = frontier(
         [
-            Spot(name=row.name, rate=row.result.samples_per_s, gib=row.result.peak_bytes / GIB, is_chosen=row is best)
+            Spot(name=row.name, rate=_rate(row), gib=row.result.peak_bytes / GIB, is_chosen=row is best)
             for row in found.rows
             if row.result is not None and row.has_worked
         ],
         label="samples per second and peak memory",
     )
     title = f"{type(base.requested.run.module).__name__}: the search for faster settings"
-    tiles = [("best", best.name), *([("gain over stock", str(gain))] if gain is not None else [])]
+    tiles = [("best", best.name), *([("gain over stock", str(found.gain))] if found.gain is not None else [])]
     sections = [("Speed and memory", chart), ("Configurations", table(_HEAD, [*map(_cells, ranked)]))]
     device = best.result.device if best.result is not None else ""
     paths = [
-        write_new(output, ".yaml", "\n".join(_overlay(found, best, space, base)) + "\n"),
+        write_new(output, ".yaml", "\n".join(_overlay(found, best, space, base, said, objective)) + "\n"),
         write_new(output, ".html", html_page(title, f"{device}, {len(ranked)} rows", tiles=tiles, sections=sections)),
         write_new(output, ".json", json.dumps(_facts(found), indent=1) + "\n"),
     ]
     print(f"written     {', '.join(map(short_path, paths))}")
     words = " ".join(map(shell_word, base.words))
-    if not is_stock or base.preset is not None:
+    if not space.is_stock(best.choice) or base.preset is not None:
         print(f"try next    python -m lightning_ups fit {words} --config {shell_word(paths[0])}")
     return 0
 
 
-def _overlay(found: Outcome, best: Row, space: Space, base: BaseRun) -> Iterator[str]:
+def _result(found: Outcome, best: Row, space: Space, objective: Objective) -> str:
+    """Return in one line what was found."""
+    if not space.is_stock(best.choice):
+        if found.gain is None:
+            return "stock Lightning was not measured, so the gain is not known"
+        unit = " in samples per second and device" if objective == "cost" else ""
+        text = f"{found.gain}{unit} over stock Lightning{'' if found.gain.is_known else ', after one round'}"
+        stock = found.rows[0].result
+        if objective == "memory" and best.result is not None and stock is not None:
+            text = f"{gib(best.result.peak_bytes)} of memory instead of {gib(stock.peak_bytes)}, speed {text}"
+        return text
+    others = [row for row in found.rows if row is not best]
+    if not others:
+        return "nothing was tried: " + ("the time was over" if space.settings else "no setting applies to this run")
+    if not any(row.has_worked for row in others):
+        return f"nothing faster was found: none of {len(others)} others worked"
+    if max(len(row.finals) for row in found.rows) == 1:
+        return "nothing faster was found beyond doubt: one round cannot tell, so give more --minutes"
+    return "nothing faster was found beyond doubt"
+
+
+def _overlay(found: Outcome, best: Row, space: Space, base: BaseRun, said: str, objective: Objective) -> Iterator[str]:
     """Yield the lines of ``tuned.yaml``: each setting with its gain as a comment."""
-    over = "" if found.gain is None or space.is_stock(best.choice) else f", {found.gain} over stock Lightning"
-    yield f"# Found by tune on {best.result.device if best.result is not None else 'this machine'}{over}."
-    yield f"# verify: {best.verified or 'not asked'}."
+    yield f"# Found by tune on {best.result.device if best.result is not None else 'this machine'}: {best.name}."
+    yield f"# {said[0].upper()}{said[1:]}."
+    if not found.is_complete:
+        yield "# The search was interrupted."
     if best.choice is None:
+        yield f"# verify: {best.verified or 'not asked'}."
         yield f"preset: {base.preset}  # no setting of the search was better"
         return
     parts = {axis: (name, tree) for axis, name, tree in space.parts(best.choice)}
-    if parts or base.preset is not None:
+    if parts:
+        yield f"# verify: {best.verified or 'not asked'}."
+    if base.preset is not None:
         yield f"preset: none  # {'the lines below replace it' if parts else 'stock Lightning is as fast'}"
-    else:
-        yield "# No setting of the search was better beyond doubt."
     comments: dict[str, str] = {}
     for axis, (name, tree) in parts.items():
         gain = found.gains.get(axis)
-        said = "not measured alone" if gain is None else f"{gain:+.1%}"
+        said = "not measured alone" if gain is None else f"{gain:+.1%} in one trial"
+        if gain is not None and objective == "memory":
+            said = f"{1 / (1 + gain) - 1:+.1%} of memory"
         comments |= dict.fromkeys(map(str.strip, _last_lines(tree)), f"{axis}: {name}, {said}")
     tree = merged([accelerator_of_preset(base), space.tree(best.choice)])
+    if not tree and base.preset is not None:
+        return
     for line in text_of(tree).splitlines():
         comment = comments.pop(line.strip().removeprefix("- "), None)
         yield f"{line}  # {comment}" if comment else line
@@ -331,10 +405,9 @@ def _last_lines(tree: Any) -> list[str]:
 
 
 def _facts(found: Outcome) -> dict[str, Any]:
-    gain = found.gain and {"value": found.gain.value, "low": found.gain.low, "high": found.gain.high}
     return {
         "best": found.best and found.best.name,
-        "gain_over_stock": gain,
+        "gain_over_stock": found.gain and found.gain.as_dict(),
         "is_complete": found.is_complete,
         "rows": [
             {

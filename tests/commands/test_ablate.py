@@ -86,6 +86,15 @@ def test_a_repeated_call_measures_nothing_and_overwrites_nothing(tmp_path, monke
     assert without["without idle"]["verdict"] == "neutral; the loss differs"
 
 
+def test_one_round_cannot_tell(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ablate, "Engine", Table)
+    write(tmp_path, run=BASE, idle=IDLE, fast=FAST)
+    facts = run(tmp_path, monkeypatch, "idle", "fast", options=["--rounds", "1"])
+    assert {row["verdict"].split(";")[0] for row in facts["ladder"][1:]} == {"one round cannot tell"}
+    assert facts["ladder"][1]["gain"] == {"value": pytest.approx(1), "low": None, "high": None}
+    assert "+100.0% [not known]" in capsys.readouterr().out
+
+
 def test_without_fragments_the_parts_of_the_preset_are_added_to_stock(tmp_path, monkeypatch):
     monkeypatch.setattr(ablate, "Engine", Table)
     write(tmp_path, run={**BASE, "preset": "cpu"})

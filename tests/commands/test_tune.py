@@ -1,11 +1,14 @@
 import json
+import re
+import time
+from dataclasses import replace
 
 import pytest
 import yaml
 
 from lightning_ups.__main__ import main
 from lightning_ups.commands import tune
-from lightning_ups.insight.tune import Axis, Engine, Result, Setting, Situation, Space
+from lightning_ups.insight.tune import Axis, Configuration, Engine, Progress, Result, Row, Setting, Situation, Space
 from tests.insight.tune.injected import Sleeping, engine_here
 
 BASE = {
@@ -99,7 +102,7 @@ def test_a_repeated_search_runs_nothing(tmp_path, monkeypatch, capsys):
     assert facts["best"] == "pause: none"
     assert "over stock Lightning" in (printed := capsys.readouterr()).out
     assert "fit --config run.yaml --config tuned.yaml" in printed.out
-    assert "tune: pause: none" in printed.err, "lines if stderr is not a terminal"
+    assert "] pause: none  200" in printed.err, "lines if stderr is not a terminal"
     Table.runs = 0
     again, overlay = run(tmp_path, monkeypatch)
     assert (again["best"], Table.runs) == (facts["best"], 0)
@@ -121,8 +124,14 @@ def test_an_interrupted_search_writes_the_best_so_far(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("verify", "best", "text"),
     [
-        ((1, "the first block departs"), "stock Lightning", "rejected by verify: the first block departs"),
+        (
+            (1, "reference: float32\nRED: the first block departs:\n  step 0"),
+            "stock Lightning",
+            "rejected by verify: the first block departs",
+        ),
         ((1, "Traceback (most recent call last)\nOutOfMemoryError"), "pause: none", "not verified: OutOfMemoryError"),
+        ((1, "error: Toy: ValueError: none"), "pause: none", "not verified: error: Toy: ValueError: none"),
+        ((0, "compared on one device; what 2 devices\nGREEN"), "pause: none", "passed on one device"),
         ((None, ""), "pause: none", "not verified: it did not end"),
     ],
 )
@@ -134,10 +143,102 @@ def test_what_verify_says_decides(tmp_path, monkeypatch, verify, best, text):
 
 
 @pytest.mark.usefixtures("table")
+def test_a_verification_without_a_verdict_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(Table, "verify", (None, ""))
+    run(tmp_path, monkeypatch)
+    monkeypatch.setattr(Table, "verify", (0, "GREEN"))
+    facts, _ = run(tmp_path, monkeypatch)
+    assert [row["verified"] for row in facts["rows"] if row["name"] == facts["best"]] == ["passed"]
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("preset", [None, "cpu"])
+def test_a_search_that_tried_nothing_says_so_and_its_file_is_valid(tmp_path, monkeypatch, capsys, preset):
+    monkeypatch.setattr(tune, "Space", lambda situation: Space(situation, []))
+    given = {} if preset is None else {"preset": preset}
+    facts, overlay = run(tmp_path, monkeypatch, settings={**BASE, **given})
+    assert (facts["best"], facts["gain_over_stock"]) == ("stock Lightning", None)
+    said = "nothing was tried" if preset is None else "nothing faster was found beyond doubt"
+    assert said in capsys.readouterr().out
+    text = overlay.read_text()
+    assert said in text.lower()
+    assert "%" not in text
+    assert isinstance(yaml.safe_load(text), dict)
+    assert main(["fit", "--config", "run.yaml", "--config", overlay.name, "--trainer.max_steps", "2"]) == 0
+
+
+@pytest.mark.usefixtures("table")
+def test_an_interrupt_before_the_first_choice_leaves_a_valid_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(Table, "interrupts", True)
+    monkeypatch.setattr(Table, "runs", 3)
+    facts, overlay = run(tmp_path, monkeypatch)
+    assert not facts["is_complete"]
+    text = overlay.read_text()
+    assert "interrupted" in text
+    assert yaml.safe_load(text) == {}
+    assert main(["fit", "--config", "run.yaml", "--config", overlay.name, "--trainer.max_steps", "2"]) == 0
+
+
+class Noisy(Table):
+    """Has time for one round of the final; nothing differs."""
+
+    def _run(self, words, effort, slot):
+        time.sleep(1.5 if effort.round else 0)
+        return replace(super()._run(["none"], effort, slot), samples_per_s=100.0 + len(" ".join(words)) / 100)
+
+
+def test_one_round_claims_nothing(tmp_path, monkeypatch, capsys, table):
+    monkeypatch.setattr(tune, "Engine", Noisy)
+    facts, overlay = run(tmp_path, monkeypatch, "--minutes", "0.04")
+    assert facts["best"] == "stock Lightning"
+    assert max(len(row["finals"]) for row in facts["rows"]) == 1
+    assert "one round cannot tell" in capsys.readouterr().out
+    assert "One round cannot tell" in overlay.read_text() or "one round cannot tell" in overlay.read_text()
+
+
+@pytest.mark.usefixtures("table")
+def test_memory_is_named_where_it_is_the_objective(tmp_path, monkeypatch, capsys):
+    class Small(Table):
+        def _run(self, words, effort, slot):
+            found = super()._run(words, effort, slot)
+            return replace(found, peak_bytes=2**29 if "0.03" in " ".join(words) else 2**30)
+
+    monkeypatch.setattr(tune, "Engine", Small)
+    _, overlay = run(tmp_path, monkeypatch, "--objective", "memory")
+    assert "512 MiB of memory instead of 1.0 GiB" in capsys.readouterr().out
+    assert "pause: short, -50.0% of memory" in overlay.read_text()
+
+
+@pytest.mark.usefixtures("table")
+def test_lines_tell_the_time_and_what_runs_for_long(tmp_path, monkeypatch, capsys):
+    class Slow(Table):
+        def _run(self, words, effort, slot):
+            time.sleep(0.1)
+            return super()._run(words, effort, slot)
+
+    monkeypatch.setattr(tune, "Engine", Slow)
+    monkeypatch.setattr(tune, "_REMINDS_EVERY", 0.03)
+    run(tmp_path, monkeypatch)
+    error = capsys.readouterr().err
+    assert re.search(r"tune: \[0:0\d\] single changes, \d of \d+: \S.* for 0 s; at most 19:5\d left", error)
+    assert "this step about 0:0" in error
+    assert re.search(r"tune: \[0:0\d\] pause: short  100", error)
+
+
+def test_the_live_table_draws_its_clock(monkeypatch):
+    row = Row(name="a", choice={}, configuration=Configuration(words=[]), result=Result(samples_per_s=3.0))
+    progress = Progress(rows=[row], doing="final", running=["a"], passed_s=61, left_s=100, step_left_s=None)
+    shown = tune._live_table([(progress, time.monotonic())])
+    assert shown.row_count == 1
+    assert shown.title == "tune: [1:01] final: a for 0 s; at most 1:39 left"
+    assert tune._live_table([]).row_count == 0
+
+
+@pytest.mark.usefixtures("table")
 def test_a_preset_is_beaten_or_kept(tmp_path, monkeypatch):
     facts, overlay = run(tmp_path, monkeypatch, settings={**BASE, "preset": "cpu"})
     assert "preset cpu" in [row["name"] for row in facts["rows"]]
-    assert overlay.read_text().splitlines()[2].startswith("preset: none")
+    assert "\npreset: none  # the lines below replace it\n" in overlay.read_text()
 
 
 def test_the_facts_of_a_run_decide_its_axes(monkeypatch, tmp_path, capsys):

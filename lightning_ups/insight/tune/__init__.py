@@ -1,12 +1,12 @@
 """Trials of configurations: each runs in a process of its own, and a search or a ladder compares them."""
 
 from lightning_ups.insight.tune.axes import AXES, Axis, Choice, Objective, Setting, Situation, Space
-from lightning_ups.insight.tune.effects import LEAST, Gain, Rounds, Verdict, loss_difference
+from lightning_ups.insight.tune.effects import LEAST, Gain, Rounds, Verdict, loss_difference, loss_fault
 from lightning_ups.insight.tune.engine import Configuration, Effort, Engine, visible_devices
 from lightning_ups.insight.tune.fragments import Tree, appending, leaves, merged, text_of
 from lightning_ups.insight.tune.page import Bar, Spot, bars, frontier, gib, html_page, rate_bar, table
 from lightning_ups.insight.tune.result import FAILURES, Failure, Result, failure_of, failure_of_exit
-from lightning_ups.insight.tune.search import Outcome, Row, Search, Verification
+from lightning_ups.insight.tune.search import Outcome, Progress, Row, Search, Verification
 from lightning_ups.insight.tune.steady_steps import Steady, steady
 from lightning_ups.insight.tune.store import Store, default_folder, digest, digest_of_files, shape_of
 
@@ -24,6 +24,7 @@ __all__ = [
     "Gain",
     "Objective",
     "Outcome",
+    "Progress",
     "Result",
     "Rounds",
     "Row",
@@ -49,6 +50,7 @@ __all__ = [
     "html_page",
     "leaves",
     "loss_difference",
+    "loss_fault",
     "merged",
     "rate_bar",
     "shape_of",

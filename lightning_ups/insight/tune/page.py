@@ -115,7 +115,7 @@ def gib(size: float) -> str:
 def rate_bar(name: str, rate: float, gain: Gain | None, *, reference: float) -> Bar:
     """Return a bar of samples per second, with the interval of its gain over ``reference``."""
     text = f"{rate:.4g}/s" if gain is None else f"{rate:.4g}/s, {gain.value:+.1%}"
-    interval = None if gain is None else (reference * (1 + gain.low), reference * (1 + gain.high))
+    interval = None if gain is None or not gain.is_known else (reference * (1 + gain.low), reference * (1 + gain.high))
     return Bar(name=name, value=rate, text=text, interval=interval)
 
 

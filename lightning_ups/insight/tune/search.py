@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 from lightning_ups.insight.tune.axes import Choice, Objective, Space
-from lightning_ups.insight.tune.effects import Gain, Rounds, loss_difference
+from lightning_ups.insight.tune.effects import Gain, Rounds, loss_fault
 from lightning_ups.insight.tune.engine import Configuration, Effort, Engine
 from lightning_ups.insight.tune.result import Result
 
@@ -16,7 +17,6 @@ _MORE = 0.005  # by which another setting must be better, and the stock setting 
 _FINALISTS = 3
 _NEAR = 0.9  # of the best; others are not worth a final
 _ROUNDS = 5
-_LOSS_DIFFERS = 0.05  # of the mean loss of the first steps
 _SEARCHING, _FINALS = 0.7, 0.85  # shares of the time
 
 
@@ -49,6 +49,27 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The state of a search.
+
+    Args:
+        rows: All rows, also those that were not run yet.
+        doing: The step of the search, with its count.
+        running: What runs now.
+        passed_s: Seconds since the start.
+        left_s: Seconds that may be left at most, without those of verification.
+        step_left_s: Seconds that this step may still take; None: not known.
+    """
+
+    rows: Sequence[Row]
+    doing: str
+    running: Sequence[str]
+    passed_s: float
+    left_s: float
+    step_left_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verification:
     """What `verify` says: whether it rejects a configuration, and in which words."""
 
@@ -58,7 +79,7 @@ class Verification:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a search found. ``best`` is None if nothing works; ``gain`` is that over the stock run."""
+    """What a search found. ``best`` is None if nothing works; ``gain`` is that over the stock run, if it is another."""
 
     rows: Sequence[Row]
     best: Row | None
@@ -80,7 +101,7 @@ class Search:
         seconds: Of a trial at its full length.
         limit: Seconds after which a trial is killed.
         deadline: By `time.monotonic`; trials that are under way then are awaited.
-        show: Called with all rows after each change.
+        show: Called with the progress after each change.
     """
 
     def __init__(
@@ -95,10 +116,10 @@ class Search:
         seconds: float = 10.0,
         limit: float = 300.0,
         deadline: float,
-        show: Callable[[Sequence[Row]], None] = lambda _: None,
+        show: Callable[[Progress], None] = lambda _: None,
     ) -> None:
         self._engine, self._space, self._configuration = engine, space, configuration
-        self._admit, self._verify, self._show = admit, verify, show
+        self._admit, self._verify, self._on_progress = admit, verify, show
         self._objective: Objective = objective
         self._full = {"seconds": seconds, "limit": limit}
         self._short: dict[str, Any] = {"seconds": seconds / 3, "limit": limit, "precision": 0.02}
@@ -107,6 +128,9 @@ class Search:
         self._by_choice: dict[tuple[tuple[str, str], ...], Row] = {}
         self._stock: Row | None = None
         self._hopeless: set[tuple[str, str]] = set()
+        self._doing, self._running = "", list[str]()
+        self._planned = 0  # trials of this step that did not start
+        self._durations: list[float] = []  # of trials, and of those that ran at once
 
     def run(self, given: Sequence[Row]) -> Outcome:
         """Search, and return the outcome: after Ctrl-C too, with what is known by then.
@@ -118,18 +142,19 @@ class Search:
         try:
             self.rows = [*given]
             self._stock = given[0]
-            self._measure(given, self._full)
-            best = self._searched()
-            best = self._final(best)
+            self._stock.choice = self._space.stock
+            self._by_choice[_key(self._space.stock)] = self._stock
+            self._measure(given, self._full, doing="the run as it is")
+            best = self._final(self._searched())
         except KeyboardInterrupt:
             return self._outcome(self._best(self.rows), is_complete=False)
         return self._outcome(best, is_complete=True)
 
     def score(self, row: Row) -> float:
         """Return the figure that is improved; more is better."""
-        result = row.result
-        if result is None or not row.has_worked:
-            return 0.0
+        return self._figure(row.result) if row.result is not None and row.has_worked else 0.0
+
+    def _figure(self, result: Result) -> float:
         if self._objective == "memory":
             return 1e12 / max(result.peak_bytes, 1)
         return result.samples_per_s / (result.devices if self._objective == "cost" else 1)
@@ -139,7 +164,7 @@ class Search:
     def _searched(self) -> Row | None:
         start = self._row(self._space.start)
         stock = self._row(self._space.stock)
-        self._measure([start, stock] if start is not stock else [start], self._full)
+        self._measure([start, stock], self._full, doing="settings that are fast on most machines")
         best = start if self.score(start) >= self.score(stock) else stock
         while not self._is_late(_SEARCHING):
             improved = self._combined(best, self._alternatives(best))
@@ -156,7 +181,8 @@ class Search:
             for axis, choice in self._space.neighbors(best.choice)
             if (axis, choice[axis]) not in self._hopeless
         ]
-        self._measure([row for _, row in found], {**self._short, "floor": self._floor(best)})
+        effort = {**self._short, "floor": self._floor(best)}
+        self._measure([row for _, row in found], effort, doing="single changes")
         self._hopeless |= {(axis, (row.choice or {})[axis]) for axis, row in found if self._is_hopeless(row, best)}
         scores = [(axis, (row.choice or {})[axis], self.score(row)) for axis, row in found if row.has_worked]
         return sorted(scores, key=lambda each: -each[2])
@@ -177,7 +203,7 @@ class Search:
             if best.choice[axis] == setting or score < _PROMISING * self.score(best):
                 continue
             row = self._row({**best.choice, axis: setting})
-            self._measure([row], {**self._full, "floor": self._floor(best)}, again=True)
+            self._measure([row], {**self._full, "floor": self._floor(best)}, doing="combination", again=True)
             # A file with fewer lines is better than one that is as fast.
             wanted = self.score(best) * (1 - _MORE if is_stock else 1 + _MORE)
             if row.has_worked and self.score(row) > wanted:
@@ -185,34 +211,27 @@ class Search:
         return best
 
     def _row(self, choice: Choice) -> Row:
-        key = tuple(sorted(choice.items()))
+        key = _key(choice)
         if key not in self._by_choice:
             named = [f"{axis}: {setting}" for axis, setting, _ in self._space.parts(choice)]
-            row = Row(name=", ".join(named) or "no setting", choice=choice, configuration=self._configuration(choice))
-            # A choice without settings is the stock run, which was measured.
-            row = self._stock if self._stock is not None and self._is_stock(row) else row
-            if row.choice is None:
-                row.choice = choice
+            row = Row(name=", ".join(named), choice=choice, configuration=self._configuration(choice))
             self._by_choice[key] = row
-            if row not in self.rows:
-                self.rows.append(row)
+            self.rows.append(row)
         return self._by_choice[key]
 
-    def _is_stock(self, row: Row) -> bool:
-        assert self._stock is not None
-        return row.configuration == self._stock.configuration
-
-    def _measure(self, rows: Sequence[Row], effort: Mapping[str, Any], *, again: bool = False) -> None:
+    def _measure(self, rows: Sequence[Row], effort: Mapping[str, Any], *, doing: str, again: bool = False) -> None:
         """Run the rows that were not run, several at once; ``again``: also those that had a short trial."""
+        wanted = [row for row in rows if not row.why and (row.result is None or (again and row.result.failure is None))]
+        self._planned = len(wanted)
         started = []
-        for row in rows:
-            if row.why or (row.result is not None and (not again or row.result.failure is not None)):
-                continue
+        for index, row in enumerate(wanted):
             if self._is_late(_SEARCHING) and any(each.has_worked for each in self.rows):
                 break
+            self._doing = f"{doing}, {index + 1} of {len(wanted)}"
+            self._planned -= 1
             if (why := self._admit(row.configuration)) is not None:
                 row.why = why
-                self._show(self.rows)
+                self._show()
                 continue
             started.append((row, self._engine.start(row.configuration, Effort(**effort))))
             if len(started) % self._engine.parallel == 0:
@@ -221,9 +240,32 @@ class Search:
         self._await(started)
 
     def _await(self, started: Sequence[Any]) -> None:
+        self._running = [row.name for row, _ in started]
+        began = time.monotonic()
+        self._show()
         for row, future in started:
             row.result = future.result()
-            self._show(self.rows)
+            self._reject_wrong_losses(row)
+            self._running.remove(row.name)
+            self._show()
+        if started:
+            self._durations.append(time.monotonic() - began)
+
+    def _show(self) -> None:
+        now, left = time.monotonic(), None
+        if self._durations and self._planned:
+            recent = self._durations[-10:]
+            left = ceil(self._planned / self._engine.parallel) * sum(recent) / len(recent)
+        self._on_progress(
+            Progress(
+                rows=self.rows,
+                doing=self._doing,
+                running=[*self._running],
+                passed_s=now - self._began,
+                left_s=max(0.0, self._deadline - now),
+                step_left_s=left,
+            )
+        )
 
     def _floor(self, best: Row) -> float:
         return best.result.samples_per_s if best.result is not None and self._objective == "throughput" else 0.0
@@ -238,8 +280,15 @@ class Search:
 
     def _final(self, best: Row | None) -> Row | None:
         """Return the best of the best few that trains as the plain model does, measured by turns."""
-        if best is None:
-            return None
+        while best is not None and (finalists := self._finalists(best)):
+            self._rounds(finalists)
+            left = [row for row in finalists if row.has_worked]
+            if any(row is not self._stock for row in left) or len(left) == len(finalists) or self._is_late(_FINALS):
+                return self._winner(left)
+            best = self._best(self.rows)  # the finalists have failed, but others may not
+        return None
+
+    def _finalists(self, best: Row) -> list[Row]:
         ranked = sorted((row for row in self.rows if row.has_worked), key=lambda row: -self.score(row))
         # The search has preferred the choice with fewer settings among equals.
         ranked = [*([best] if best.has_worked else []), *(row for row in ranked if row is not best)]
@@ -249,14 +298,14 @@ class Search:
             is_near = not finalists or self.score(row) > _NEAR * self.score(finalists[0])
             if is_near and self._is_sound(row):
                 finalists.append(row)
-        if not finalists:
-            return None
-        if self._stock is not None and self._stock.has_worked and self._stock not in finalists:
+        if finalists and self._stock is not None and self._stock.has_worked and self._stock not in finalists:
             finalists.append(self._stock)  # for the gain
-        self._rounds(finalists)
-        if self._objective != "throughput":
-            return max(finalists, key=self.score)
-        known = Rounds({row.name: row.finals for row in finalists})
+        return finalists
+
+    def _winner(self, finalists: list[Row]) -> Row | None:
+        if len(finalists) < 2 or self._objective == "memory":
+            return max(finalists, key=self.score, default=None)
+        known = self._known(finalists)
         if self._stock is not None and self._stock in finalists:  # a setting stays if it is better beyond doubt
             better = [row for row in finalists if known.gain(row.name, self._stock.name).low > 0]
             finalists = better or [self._stock]
@@ -264,50 +313,84 @@ class Search:
         return fastest if known.gain(fastest.name, finalists[0].name).low > 0 else finalists[0]
 
     def _rounds(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            row.finals = []
         for number in range(_ROUNDS):
-            if number and self._is_late(_FINALS):
+            # One round has no interval, so that a second is taken up to the deadline.
+            if len(rows) < 2 or (number and self._is_late(1.0 if number == 1 else _FINALS)):
                 return
-            for row in rows:  # one at a time: neighbors would take of the host's cores
-                found = self._engine.run(row.configuration, Effort(**self._full, round=number + 1))
-                if found.failure is None:
-                    row.finals.append(found)
-                self._show(self.rows)
-            if any(len(row.finals) <= number for row in rows):
-                for row in rows:  # a round counts if all of it worked
-                    del row.finals[number:]
-                    row.finals = row.finals or [row.result] if row.result is not None else []
+            for index, row in enumerate(rows):  # one at a time: neighbors would take of the host's cores
+                self._doing = f"final, round {number + 1} of at most {_ROUNDS}"
+                self._planned = len(rows) - index - 1
+                self._play(row, number)
+            rows = [row for row in rows if row.has_worked]
+            if not rows:
                 return
-            known = Rounds({row.name: row.finals for row in rows})
+            known = self._known(rows)
             gains = [known.gain(row.name, rows[0].name) for row in rows[1:]]
-            if number and all(gain.low > 0 or gain.high < 0 for gain in gains):
+            if all(gain.low > 0 or gain.high < 0 for gain in gains):
                 return
 
+    def _play(self, row: Row, number: int) -> None:
+        """Run a round of the final for one row. A failure rejects it."""
+        self._running = [row.name]
+        self._show()
+        found = self._engine.run(row.configuration, Effort(**self._full, round=number + 1))
+        self._running = []
+        if found.failure is not None:
+            row.why = f"failed in the final: {found.failure_line}"
+        else:
+            row.finals.append(found)
+            self._reject_wrong_losses(row)
+        self._show()
+
+    def _known(self, rows: Sequence[Row]) -> Rounds:
+        return Rounds({row.name: [self._scored(each) for each in row.finals] for row in rows})
+
+    def _scored(self, result: Result) -> Result:
+        return result if self._objective == "memory" else replace(result, samples_per_s=self._figure(result))
+
     def _is_sound(self, row: Row) -> bool:
-        """Return whether the losses are those of the stock run, and `verify` does not reject it."""
-        stock = self._stock
-        if row is stock:
+        """Return whether `verify` does not reject it."""
+        if row is self._stock or row.verified is not None:
             return True
-        assert row.result is not None
-        if stock is not None and stock.result is not None:
-            loss = loss_difference(row.result, stock.result)
-            if loss is not None and not abs(loss) < _LOSS_DIFFERS:
-                row.why = f"rejected: the losses of its first steps differ by {loss:+.1%}"
-                self._show(self.rows)
-                return False
+        self._doing, self._running, self._planned = "verify", [row.name], 0
+        self._show()
+        began = time.monotonic()
         found = self._verify(row.configuration)
-        row.verified = found.text
+        self._began += time.monotonic() - began  # verification does not take of the time of the search
+        self._deadline += time.monotonic() - began
+        self._running = []
+        stock = self._stock
+        has_losses = stock is not None and stock.result is not None and stock.result.losses
+        row.verified = found.text if has_losses else f"{found.text}; no losses to compare"
         if found.rejects:
             row.why = f"rejected by verify: {found.text}"
-        self._show(self.rows)
+        self._show()
         return not found.rejects
+
+    def _reject_wrong_losses(self, row: Row) -> None:
+        """Reject a row whose losses are not those of the stock run, by the trials that recorded most of them."""
+        if row is self._stock or self._stock is None or not row.has_worked or self._stock.result is None:
+            return
+        found, stock = (
+            max((each for each in (of.result, *of.finals) if each is not None), key=lambda each: len(each.losses))
+            for of in (row, self._stock)
+        )
+        if (fault := loss_fault(found, stock)) is not None:
+            row.why = f"rejected: {fault}"
 
     # The outcome
 
     def _outcome(self, best: Row | None, *, is_complete: bool) -> Outcome:
         gain = None
-        if best is not None and self._stock is not None and self._stock.has_worked and best.result is not None:
-            both = [row.finals or ([row.result] if row.result is not None else []) for row in (best, self._stock)]
-            gain = Rounds({"best": both[0], "stock": both[1]}).gain("best", "stock")
+        if best is not None and best is not self._stock and self._stock is not None and self.score(self._stock):
+            finalists = [row for row in self.rows if row.has_worked and row.finals]
+            if best in finalists and self._stock in finalists:
+                gain = self._known(finalists).gain(best.name, self._stock.name)
+            else:
+                found, stock = (self._scored(row.result) for row in (best, self._stock) if row.result is not None)
+                gain = Gain(value=found.samples_per_s / stock.samples_per_s - 1)
         gains = {}
         if best is not None and best.choice is not None:
             for axis, _, _ in self._space.parts(best.choice):
@@ -321,9 +404,12 @@ class Search:
         for row in self._by_choice.values():
             if row.choice is None or row.choice[axis] != choice[axis] or not row.has_worked:
                 continue
-            key = tuple(sorted({**row.choice, axis: self._space.stock[axis]}.items()))
-            other = self._by_choice.get(key)
+            other = self._by_choice.get(_key({**row.choice, axis: self._space.stock[axis]}))
             if other is not None and other.has_worked and self.score(other):
                 alike = sum(row.choice[name] == setting for name, setting in choice.items())
                 pairs.append((alike, self.score(row) / self.score(other) - 1))
         return max(pairs)[1] if pairs else None
+
+
+def _key(choice: Choice) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(choice.items()))

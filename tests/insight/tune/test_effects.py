@@ -36,10 +36,28 @@ def test_the_interval_contains_the_truth():
     assert 180 <= sum(each.low < 0.05 < each.high for each in gains) <= 199
 
 
-def test_one_round_has_the_interval_of_its_steps():
-    gain = rounds([1.0], noise=0, error=0.02, a=100, b=103).gain("b", "a")
-    assert gain.low < 0 < gain.high
-    assert gain.verdict == "neutral"
+def test_one_round_cannot_tell():
+    gain = rounds([1.0], noise=0.03, error=0.001, a=100, b=150).gain("b", "a")
+    assert gain.verdict == "one round cannot tell"
+    assert not gain.is_known
+    assert not gain.low > 0
+    assert gain.as_dict()["low"] is None
+    assert str(gain).endswith("% [not known]")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("error", [0.002, 0.01, 0.03])
+def test_equal_runs_are_seldom_called_different(count, error):
+    found = [
+        rounds([1.0] * count, noise=0.03, error=error, seed=seed, a=100, b=100).gain("b", "a") for seed in range(400)
+    ]
+    assert sum(each.verdict in ("worth it", "harmful") for each in found) <= 30  # of 20 that are expected
+
+
+def test_rounds_that_one_lacks_are_left_out():
+    both = {"a": [100, 50, 100], "b": [110, 55]}  # the machine was slow in the second round
+    found = Rounds({name: [Result(samples_per_s=rate) for rate in rates] for name, rates in both.items()})
+    assert found.gain("b", "a").value == pytest.approx(0.1)
 
 
 def test_a_certain_but_tiny_gain_is_neutral():
