@@ -202,15 +202,18 @@ class Stopwatch(Callback):
         self._marks = self._marks[-1:]
 
     def _is_enough(self, trainer: Trainer) -> bool:
-        passed = time.perf_counter() - self._measuring_since
         if not self._times:  # each epoch has one step, so that each contains the end of an epoch
-            return passed > 2 * self._seconds
+            return time.perf_counter() - self._measuring_since > 2 * self._seconds
         found = steady(self._times)
+        # The first steps may contain a compilation or the capture of CUDA graphs, and do not count.
+        is_even = len(found.seconds) >= 3 and max(found.seconds) < 2 * min(found.seconds)
+        if not is_even and len(self._times) < 8:
+            return False
         if len(found.seconds) >= 4 and self._rate(found, trainer) < _FAR_BEHIND * self._floor:
             self._pruned = True
             return True
         is_exact = found.error <= self._precision and sum(found.seconds) >= 0.1 * self._seconds
-        return passed > self._seconds or (found.has_settled and is_exact)
+        return sum(found.seconds) > self._seconds or (found.has_settled and is_exact)
 
     def _rate(self, found: Steady, trainer: Trainer) -> float:
         return _replicas(trainer) * sum(self._samples[found.warmup :]) / sum(found.seconds)
@@ -225,7 +228,9 @@ class Stopwatch(Callback):
         low, middle, high = found.quartiles
         on_gpu = device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else _peak_of_process()
-        losses = [torch.stack(each).float().mean() for each in self._losses[:_LOSSES] if each]
+        # Lightning divides the loss of a microbatch by their number.
+        count = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+        losses = [count * torch.stack(each).float().mean() for each in self._losses[:_LOSSES] if each]
         mean = trainer.strategy.reduce(torch.stack(losses), reduce_op="mean") if losses else torch.zeros(0)
         peak = trainer.strategy.reduce(torch.tensor(float(peak), device=device), reduce_op="max")
         rate = self._rate(found, trainer)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,35 @@ def test_a_fit_is_measured_and_leaves_no_files(tmp_path, monkeypatch):
     assert found.start_s > 0
     assert (found.device, found.devices) == ("cpu", 1)
     assert Marking.steps == 2 * (found.steps + found.warmup), "two batches a step; the user's callbacks run"
+
+
+class Compiling(cli_toys.Toy):
+    """Takes long in its first three steps, as with compilation and the capture of CUDA graphs."""
+
+    def training_step(self, batch, index):
+        time.sleep(0.4 if self.trainer.global_step < 3 else 0.01)
+        return super().training_step(batch, index)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [[], ["--floor", "40"]])
+def test_slow_steps_at_the_start_do_not_count(tmp_path, monkeypatch, options):
+    found = measured(tmp_path, monkeypatch, settings(f"{__name__}.Compiling"), *options, seconds=0.3)
+    assert not found.is_pruned
+    assert found.step_s < 0.1
+    assert found.samples_per_s > 4 / 0.1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_losses_are_those_of_the_batch_whatever_is_accumulated(tmp_path, monkeypatch):
+    losses = []
+    for count in (1, 4):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        given = settings(accumulate_grad_batches=count)
+        given["data"] = {"class_path": "tests.insight.tune.injected.Sized"}  # all batches are equal
+        losses.append(measured(folder, monkeypatch, given).losses)
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore")
