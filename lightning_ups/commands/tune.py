@@ -157,6 +157,7 @@ def _situation(base: BaseRun, *, most: int, objective: Objective, keeps_global_b
         explicit=base.explicit,
         sets_precision=base.sets_precision,
         data=dict(data.get("init_args") or {}),
+        trainer=config["trainer"],
         optimizer=base.requested.optimizer,
         accumulated=int(config["trainer"].get("accumulate_grad_batches") or 1),
         objective=objective,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from math import prod
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ class Situation:
         explicit: The user's settings by dotted key; classes in lists by ``callbacks.NAME``.
         sets_precision: Whether the user chose the precision.
         data: The settings of the datamodule, with defaults.
+        trainer: The settings of the Trainer, with defaults.
         optimizer: The class of the section ``optimizer``.
         accumulated: Microbatches in an optimizer step.
         objective: What is improved.
@@ -40,6 +42,7 @@ class Situation:
     explicit: Mapping[str, Any] = field(default_factory=dict)
     sets_precision: bool = False
     data: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | None = None
     accumulated: int = 1
     objective: Objective = "throughput"
@@ -124,14 +127,25 @@ def _strategy(name: str, settings: str = "") -> str:
     return f"trainer: {{strategy: {_spec(name, settings)}}}"
 
 
+# Counts of batches. `log_every_n_steps`, `max_steps` and schedulers count optimizer steps.
+_IN_BATCHES = (
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "val_check_interval",
+)
+
+
 def _micro_batches(situation: Situation) -> list[Setting]:
     size = situation.batch
     if size is None:
         return []
     whole = size * situation.accumulated
-    text = "{data: {init_args: {batch_size: %d}}, trainer: {accumulate_grad_batches: %d}}"
+    text = "{data: {init_args: {batch_size: %d}}}"
     sizes = [found for shift in (1, -1, 2, -2, 3) if (found := _shifted(size, shift)) and whole % found == 0]
-    return [Setting(name=f"{size}"), *(Setting(name=f"{each}", yaml=text % (each, whole // each)) for each in sizes)]
+    return [Setting(name=f"{size}"), *(Setting(name=f"{each}", yaml=text % each) for each in sizes)]
 
 
 def _shifted(size: int, shift: int) -> int:
@@ -248,6 +262,7 @@ AXES: tuple[Axis, ...] = (
         name="microbatch",
         settings=_micro_batches,
         applies=lambda situation: situation.batch is not None,
+        fixed_by=("callbacks.GradientAccumulationScheduler", "callbacks.BatchSizeFinder"),
     ),
     Axis(
         name="recomputation",
@@ -374,18 +389,36 @@ class Space:
         return choice is not None and not any(self.parts(choice))
 
     def tree(self, choice: Choice) -> Tree:
-        """Return the fragment of a choice, with as many microbatches as keep the global batch."""
+        """Return the fragment of a choice, with the counts of batches that keep the numbers of samples."""
         tree = merged(tree for *_, tree in self.parts(choice))
-        devices = tree.get("trainer", {}).get("devices")
-        if devices is not None:
-            given = tree["trainer"].get("accumulate_grad_batches", self._situation.accumulated)
-            count, rest = divmod(given * self._situation.devices, devices)
-            tree["trainer"]["accumulate_grad_batches"] = count if count and not rest else given
+        if (shares := self._shares(tree)) != (1, 1):
+            tree["trainer"] = tree.get("trainer", {}) | {
+                name: int(count * Fraction(*shares)) for name, count in self._counts().items()
+            }
         return tree
 
+    def keeps_samples(self, choice: Choice) -> bool:
+        """Return whether steps, epochs and times to validation can have as many samples as in the given run."""
+        shares = Fraction(*self._shares(merged(tree for *_, tree in self.parts(choice))))
+        return all(count * shares == int(count * shares) > 0 for count in self._counts().values())
+
+    def _shares(self, tree: Tree) -> tuple[int, int]:
+        """Return the samples of a batch of all devices in the given run, and in that with ``tree``, without factors."""
+        facts = self._situation
+        given = facts.batch or 1
+        size = tree.get("data", {}).get("init_args", {}).get("batch_size", given)
+        devices = tree.get("trainer", {}).get("devices", facts.devices)
+        return Fraction(given * facts.devices, size * devices).as_integer_ratio()
+
+    def _counts(self) -> dict[str, int]:
+        """Return the settings of the Trainer that count batches; shares of an epoch and times stay as they are."""
+        given = {name: self._situation.trainer.get(name) for name in _IN_BATCHES}
+        counts = {name: count for name, count in given.items() if type(count) is int and count > 0}
+        return {"accumulate_grad_batches": self._situation.accumulated, **counts}
+
     def neighbors(self, choice: Choice) -> Iterator[tuple[str, Choice]]:
-        """Yield each choice that differs in one axis, with the name of the axis."""
+        """Yield each choice that differs in one axis and keeps the numbers of samples, with the name of the axis."""
         for axis, found in self.settings.items():
             for name in found:
-                if name != choice[axis]:
-                    yield axis, {**choice, axis: name}
+                if name != choice[axis] and self.keeps_samples(changed := {**choice, axis: name}):
+                    yield axis, changed

@@ -202,7 +202,9 @@ class Search:
             is_stock = setting == self._space.stock[axis]
             if best.choice[axis] == setting or score < _PROMISING * self.score(best):
                 continue
-            row = self._row({**best.choice, axis: setting})
+            if not self._space.keeps_samples(choice := {**best.choice, axis: setting}):
+                continue
+            row = self._row(choice)
             self._measure([row], {**self._full, "floor": self._floor(best)}, doing="combination", again=True)
             # A file with fewer lines is better than one that is as fast.
             wanted = self.score(best) * (1 - _MORE if is_stock else 1 + _MORE)

@@ -1,8 +1,11 @@
 import pytest
 import yaml
+from lightning.pytorch import Callback, Trainer
 
 from lightning_ups.cli import _RequestedRunCLI
 from lightning_ups.insight.tune import AXES, Axis, Setting, Situation, Space, text_of
+from tests.cli_toys import Toy
+from tests.insight.tune.injected import Sized
 
 GPU = Situation(
     on_gpu=True,
@@ -56,6 +59,92 @@ def test_a_given_batch_is_traded_for_accumulation_if_asked():
         size = tree.get("data", {}).get("init_args", {}).get("batch_size", 8)
         assert size * tree.get("trainer", {}).get("accumulate_grad_batches", 2) == 16
     assert [*space.settings["microbatch"]] == ["8", "16", "4", "2"]
+
+
+class Counting(Callback):
+    """Counts samples at each optimizer step, epoch and validation."""
+
+    def __init__(self):
+        self.samples, self.steps, self.epochs, self.validations, self.validated = 0, [], [], [], 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.samples += len(batch)
+        if trainer.global_step > len(self.steps):
+            self.steps.append(self.samples)
+
+    def on_train_epoch_end(self, *_):
+        self.epochs.append(self.samples)
+
+    def on_validation_start(self, *_):
+        self.validations.append(self.samples)
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, *_):
+        self.validated += len(batch)
+
+
+class Both(Sized):
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"limit_train_batches": 8, "val_check_interval": 4, "limit_val_batches": 2},
+        {"val_check_interval": 6, "check_val_every_n_epoch": None, "limit_val_batches": 4},
+        {"limit_train_batches": 0.5, "val_check_interval": 0.5},
+    ],
+)
+def test_another_microbatch_sees_the_same_samples(limits):
+    trainer = {"accumulate_grad_batches": 2, "max_steps": 10, **limits}
+    facts = {"data": {"batch_size": 8}, "explicit": {"data.batch_size": 8}, "keeps_global_batch": True}
+    space = Space(Situation(accumulated=2, trainer=trainer, **facts))
+    assert [*space.settings["microbatch"]] == ["8", "16", "4", "2"]
+    seen = []
+    for name in ("8", "16", "4", "2"):
+        tree = space.tree({**space.stock, "microbatch": name})
+        size = tree.get("data", {"init_args": {"batch_size": 8}})["init_args"]["batch_size"]
+        count = Counting()
+        alone = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        alone |= {"num_sanity_val_steps": 0, "enable_model_summary": False, "callbacks": [count]}
+        Trainer(**{**trainer, **tree.get("trainer", {})}, **alone).fit(Toy(), Both(batch_size=size, size=320))
+        seen.append((count.steps, count.epochs, count.validations, count.validated))
+    assert all(each == seen[0] for each in seen[1:])
+    assert len(seen[0][2]) > 1
+
+
+def test_a_microbatch_at_which_an_epoch_cannot_have_the_same_samples_is_not_tried():
+    facts = {
+        "data": {"batch_size": 8},
+        "accumulated": 2,
+        "trainer": {"limit_train_batches": 5, "val_check_interval": 1.0},
+    }
+    space = Space(Situation(**facts))
+    assert [choice["microbatch"] for _, choice in space.neighbors(space.stock) if choice["microbatch"] != "8"] == [
+        "4",
+        "2",
+    ]
+    assert space.tree({**space.stock, "microbatch": "4"})["trainer"] == {
+        "accumulate_grad_batches": 4,
+        "limit_train_batches": 10,
+    }
+
+
+def test_other_counts_of_devices_keep_the_samples_of_a_step_and_of_an_epoch():
+    facts = {**vars(GPU), "most_devices": 8, "trainer": {"limit_train_batches": 100, "val_check_interval": 50}}
+    space = Space(Situation(**facts))
+    tree = space.tree({**space.stock, "devices": "2"})
+    assert tree["trainer"] == {
+        "devices": 2,
+        "accumulate_grad_batches": 2,
+        "limit_train_batches": 200,
+        "val_check_interval": 100,
+    }
+    assert not space.keeps_samples({**space.stock, "devices": "8"}), "a step would have more samples"
+    assert "8" not in [choice["devices"] for _, choice in space.neighbors(space.stock)]
+    both = space.tree({**space.stock, "devices": "8", "microbatch": "4"})["trainer"]
+    assert both == {"devices": 8}, "nothing changes with half the microbatch on twice the devices"
 
 
 def test_fewer_devices_accumulate_more():
