@@ -35,7 +35,7 @@ from side_by_side import Run, SideBySide, fitted
 from typing_extensions import override
 
 TARGET, TOLERANCE = 0.15, 0.02  # of a step: what a fault is to cost, and how near is near enough
-TRIALS = 6  # of the amount of a fault, at most
+TRIALS = 5  # of the amount of a fault, at most
 CUDA = torch.cuda.is_available()
 RESULTS = "results.jsonl"
 
@@ -68,7 +68,7 @@ class Case:
 CASES: Mapping[str, Case] = {
     "throttled_exchange": Case("language", "slow exchange", 8, least=0.1, ranks=2),
     "uneven_ranks": Case("language", "uneven ranks", 90, most=512, ranks=2),
-    "slow_loader": Case("vision", "slow loader", 20, on_cpu=True),
+    "slow_loader": Case("vision", "slow loader", 60, on_cpu=True),
     "tiny_batch": Case("physics", "tiny batch", 3, least=0.1, most=31),
     "host_sync": Case("language", "host sync", 300),
     "unpinned_memory": Case("vision", "unpinned memory", 100, same_base=False),
@@ -129,8 +129,13 @@ def period(amount: float) -> int:
     return max(1, round(100 / amount))
 
 
-def found_amount(cost: Callable[[float], float], case: Case) -> tuple[float, float]:
-    """Return the amount of a fault at which ``cost``, its share of a step, is nearest to TARGET, and that share."""
+def found_amount(
+    cost: Callable[[float], float], case: Case, *, is_late: Callable[[], bool] = lambda: False
+) -> tuple[float, float]:
+    """Return the amount of a fault at which ``cost``, its share of a step, is nearest to TARGET, and that share.
+
+    The search ends early when ``is_late``.
+    """
     wanted = _extra(TARGET)
     points = [(0.0, 0.0)]  # amounts, and what they add to a healthy step, by amount
     amount = case.amount
@@ -139,7 +144,7 @@ def found_amount(cost: Callable[[float], float], case: Case) -> tuple[float, flo
         share = cost(amount)
         if abs(share - TARGET) < abs(best[1] - TARGET):
             best = (amount, share)
-        if abs(share - TARGET) <= TOLERANCE:
+        if abs(share - TARGET) <= TOLERANCE or is_late():
             break
         points = sorted([*points, (amount, _extra(share))])
         below = max((point for point in points if point[1] < wanted), default=(0.0, 0.0))
@@ -191,7 +196,7 @@ class Calibration:
         seconds = self._seconds
 
         class Clock(Callback):
-            warm, steps, began, taken = 30 if CUDA else 4, 0, 0.0, 0.0
+            warm, steps, began, taken = 20 if CUDA else 4, 0, 0.0, 0.0
 
             @override
             def on_train_batch_start(
@@ -251,7 +256,7 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _of_rank_0(value: float) -> float:
+def _of_rank_0(value: Any) -> Any:
     if not torch.distributed.is_initialized():
         return value
     values = [value]
@@ -259,14 +264,16 @@ def _of_rank_0(value: float) -> float:
     return values[0]
 
 
-def calibrate(name: str, *, seconds: float) -> dict[str, Any]:
-    """Return the amount of the fault of a case, and what was measured with it."""
+def calibrate(name: str, *, seconds: float, limit: float) -> dict[str, Any]:
+    """Return the amount of the fault of a case, and what was measured with it, in ``limit`` seconds at most."""
     case, calibration = CASES[name], Calibration(name, seconds=seconds)
     if not case.named:
         return {"amount": 0.0, "share": 0.0, "healthy_ms": calibration.step_s(0.0, active=False) * 1e3}
-    amount, share = found_amount(calibration.cost, case)
+    late = time.monotonic() + 0.6 * limit  # a trial may still follow, and the healthy step once more
+    amount, share = found_amount(calibration.cost, case, is_late=lambda: _of_rank_0(time.monotonic() > late))
     chosen = next(one for one in calibration.measured if one["amount"] == amount)
-    return {**chosen, "share": share, "tried": calibration.measured}
+    again = calibration.step_s(amount, active=False) * 1e3
+    return {**chosen, "share": share, "healthy_again_ms": again, "tried": calibration.measured}
 
 
 # One case: calibrate, then diagnose
@@ -287,7 +294,8 @@ def case_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     told = environment_of(name)
     script = [sys.executable, str(Path(__file__).resolve())]
-    words = ["--calibrate", name, "--seconds", str(options.seconds), "--output", str(options.output)]
+    words = ["--calibrate", name, "--seconds", str(options.seconds)]
+    words += ["--calibration", str(options.calibration), "--output", str(options.output)]
     printed = finished([*script, *words], timeout=options.calibration, environment=told)
     add_to(folder / "calibration.txt", printed)
     found = result_of(printed)
@@ -382,8 +390,8 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=560, help="seconds for everything; later cases are left out")
     parser.add_argument("--minutes", type=float, default=0.6, help="of each diagnose")
     parser.add_argument("--fix", action="store_true", help="let diagnose try its fix, which takes longer")
-    parser.add_argument("--seconds", type=float, default=1.5, help="how long each trial of an amount measures")
-    parser.add_argument("--calibration", type=float, default=75, help="seconds of the calibration of a case, at most")
+    parser.add_argument("--seconds", type=float, default=1.2, help="how long each trial of an amount measures")
+    parser.add_argument("--calibration", type=float, default=60, help="seconds of the calibration of a case, at most")
     parser.add_argument("--output", type=Path, required=True, help="where everything is kept")
     parser.add_argument("--case", choices=[*CASES], help=argparse.SUPPRESS)
     parser.add_argument("--calibrate", choices=[*CASES], help=argparse.SUPPRESS)
@@ -399,7 +407,7 @@ def main() -> int:
     options = parsed()
     if options.calibrate:
         os.chdir(options.output / options.calibrate)
-        found = calibrate(options.calibrate, seconds=options.seconds)
+        found = calibrate(options.calibrate, seconds=options.seconds, limit=options.calibration)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("\nRESULT " + json.dumps(found), flush=True)
         return 0
@@ -422,7 +430,7 @@ def main() -> int:
     for name in ("minutes", "seconds", "calibration", "output"):
         words += [f"--{name}", str(getattr(options, name))]
     words += ["--fix"] * options.fix
-    longest = options.calibration + options.minutes * 60 + 60
+    longest = options.calibration + options.minutes * 60 + 40
     runs = fitted(
         runs_of([n for n in wanted if n not in done], share=share, words=words, seconds=longest), gpus=devices
     )

@@ -26,7 +26,7 @@ GRID, WIDTH, DEPTH, CHUNK = (256, 2048, 8, 512) if CUDA else (64, 512, 4, 128)
 BATCH = {"language": 32, "vision": 256, "physics": 32} if CUDA else {"language": 16, "vision": 64, "physics": 8}
 ROWS = BATCH["physics"] * CHUNK
 MOST_EXTRA = SEQ  # tokens that one rank may have more than the others
-LENGTH = 10_000_000  # items of an epoch, so that no run ends one
+LENGTH = 1_000_000  # items of an epoch, so that no run ends one; a distributed sampler lists them all
 _shapes = itertools.count(1)  # of the process: a new run must not find the shapes of an earlier one compiled
 
 
@@ -159,7 +159,7 @@ class Injected(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
-def _exchange_slowly(amount: float, bucket: Any) -> Any:
+def _exchange_slowly(amount: float, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket over a link that is 1 + ``amount`` times slower: more all-reduces go first."""
     buffer = bucket.buffer().div_(dist.get_world_size())
     scratch = torch.zeros_like(buffer)
