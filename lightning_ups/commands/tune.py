@@ -325,7 +325,13 @@ def _conclude(found: Outcome, space: Space, base: BaseRun, output: Path, *, obje
     print(f"best        {best.name}: {said}")
     chart = frontier(
         [
-            Spot(name=row.name, rate=_rate(row), gib=row.result.peak_bytes / GIB, is_chosen=row is best)
+            Spot(
+                name=row.name,
+                rate=_rate(row),
+                gib=row.result.peak_bytes / GIB,
+                is_chosen=row is best,
+                is_reference=row is found.rows[0],
+            )
             for row in found.rows
             if row.result is not None and row.has_worked
         ],

@@ -1,4 +1,7 @@
+import random
 from xml.etree import ElementTree
+
+import pytest
 
 from lightning_ups.insight.tune import Bar, Gain, Spot, bars, frontier, gib, html_page, rate_bar, table
 
@@ -21,8 +24,57 @@ def test_the_frontier_joins_what_no_other_beats():
     svg = ElementTree.fromstring(frontier(spots, label="frontier"))
     (line,) = svg.iter("polyline")
     assert len(line.get("points").split()) == 2
-    assert len([*svg.iter("circle")]) == 3
-    assert any(text.text == "fast" for text in svg.iter("text"))
+    assert len([*svg.iter("circle")]) == 4  # the winner has a ring
+    assert any(text.text == "best: fast" for text in svg.iter("text"))
+
+
+def boxes(svg):
+    """The boxes of labels, by the width of letters in a wide font."""
+    for text in svg.iter("text"):
+        width, x, y = 7.2 * len(text.text), float(text.get("x")), float(text.get("y"))
+        low = {"start": x, "middle": x - width / 2, "end": x - width}[text.get("text-anchor")]
+        yield low, y - 10, low + width, y + 2, text.text
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 40])
+@pytest.mark.parametrize("spread", [0.0, 0.001, 0.1])
+def test_labels_of_the_frontier_do_not_overlap_and_the_winner_is_marked(count, spread):
+    draw = random.Random(count)
+    spots = [
+        Spot(
+            name=f"precision: bf16, compilation: auto, with losses {index}",
+            rate=300 * draw.gauss(1, spread),
+            gib=0.5 * draw.gauss(1, spread),
+            is_chosen=index == count - 1,
+            is_reference=index == 0,
+        )
+        for index in range(count)
+    ]
+    svg = ElementTree.fromstring(frontier(spots, label="frontier"))
+    found = [*boxes(svg)]
+    for index, (x1, y1, x2, y2, _) in enumerate(found):
+        assert min(x1, y1) >= 0
+        assert x2 <= 920
+        assert y2 <= 420
+        assert not any(x1 < b and a < x2 and y1 < d and c < y2 for a, c, b, d, _ in found[index + 1 :])
+    texts = [text for *_, text in found]
+    assert any(text.startswith("best: ") for text in texts)
+    assert "peak memory, MiB; less is better" in texts
+    assert "samples per second; more is better" in texts
+    assert len([circle for circle in svg.iter("circle") if circle.get("r") == "10"]) == 1
+    assert len([*svg.iter("circle")]) == count + 1
+
+
+def test_bars_stay_in_the_picture():
+    name = "+ " + "a very long name of a configuration " * 3
+    rows = [
+        Bar(name=name, value=1.0, text="1/s", interval=(-0.5, 1.5)),
+        rate_bar("b", 2.0, Gain(value=1.0), reference=1.0),
+    ]
+    svg = ElementTree.fromstring(bars(rows, label="rates"))
+    assert all(float(line.get("x1")) >= 300 for line in svg.iter("line"))
+    assert len([*svg.iter("line")]) == 3, "a gain of one round has no interval"
+    assert all(low >= 0 for low, *_ in boxes(svg))
 
 
 def test_the_page_is_self_contained():
