@@ -113,7 +113,8 @@ class Judge:
         return self._end - time.time()
 
     def _note(self, kind: str, **facts: Any) -> None:
-        record = {"kind": kind, "line": self._line, "tiny": self._options.tiny, "time": _now(), **facts}
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        record = {"kind": kind, "line": self._line, "tiny": self._options.tiny, "gpu": gpu, "time": _now(), **facts}
         add_to(self._options.output / "records.jsonl", portable(json.dumps(record, default=str)) + "\n")
 
     def _say(self, what: str) -> None:
@@ -293,7 +294,11 @@ def _facts_of(output: Path) -> dict[str, Any]:
 def interrupted_after(command: Sequence[str], seconds: float, *, grace: float = SPARE / 2) -> tuple[int | None, str]:
     """Run a command, with Ctrl-C after ``seconds``; return its exit code, None if that did not end it, and its text."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        # The mark of this call would be a part of what the store of `tune` knows a result by.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("UPS_BENCHMARK")}
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+        )
         try:
             process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -401,11 +406,16 @@ def _ratio(gain: Sequence[float] | None) -> str:
 
 
 class Lines:
-    """Judges lines, one on each GPU at a time, each in a process of its own."""
+    """Judges lines, one on each GPU at a time, each in a process of its own.
+
+    A line stays on the GPU of an earlier call, since the store may know results by it.
+    """
 
     def __init__(self, options: argparse.Namespace, gpus: Sequence[str]) -> None:
         self._options, self._gpus = options, gpus
         self._end, self._stop = time.monotonic() + options.budget, threading.Event()
+        self._lock = threading.Lock()
+        self._earlier = {r["line"]: r["gpu"] for r in read(options.output, tiny=options.tiny) if "gpu" in r}
 
     def judge(self, lines: Sequence[str]) -> None:
         """Judge ``lines`` until the budget is spent."""
@@ -422,12 +432,16 @@ class Lines:
     def _work(self, waiting: deque[str], gpu: str) -> None:
         while not self._stop.is_set():
             left = self._end - time.monotonic()
-            try:
-                line = waiting.popleft()
-            except IndexError:
-                return
+            with self._lock:
+                line = next((each for each in waiting if self._may_have(gpu, each)), None)
+                if line is None:
+                    return
+                waiting.remove(line)
             if left > SPARE + 15:
                 print(self._judged(line, gpu, left), end="", flush=True)
+
+    def _may_have(self, gpu: str, line: str) -> bool:
+        return self._earlier.get(line, gpu) == gpu or self._earlier[line] not in self._gpus
 
     def _judged(self, line: str, gpu: str, left: float) -> str:
         options = self._options
