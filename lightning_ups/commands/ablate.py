@@ -15,6 +15,7 @@ from lightning_ups.commands.base_run import (
     accelerator_of_preset,
     add_common_options,
     base_of,
+    parsed,
     parts_of_preset,
     store_of,
     write_new,
@@ -58,8 +59,7 @@ def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     parser.add_argument("--with", dest="files", metavar="FILE", action="append", default=[], help="one addition")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each configuration; 3")
     add_common_options(parser, seconds=10, output="ablate")
-    own, rest = parser.parse_known_args(argv)
-    return vars(own), rest
+    return parsed(parser, argv)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,6 @@ def search(
     fresh: bool,
 ) -> int:
     """Measure, print and write the ladder. Return 0."""
-    if rounds < 1:
-        raise ValueError(f"--rounds {rounds} measures nothing. Give --rounds 3; more rounds give narrower intervals.")
     base = base_of(parse, words)
     parts = [_part(file) for file in files] or [*parts_of_preset(base)]
     if not parts:

@@ -1,22 +1,27 @@
 """The run that `ablate` and `tune` start from: its words, its preset, and what the user's files set."""
 
+import os
+import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import getsourcefile
+from math import inf
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 import yaml
 from lightning.pytorch.plugins import Precision
 
-from lightning_ups._compat.environment import host, versions
+from lightning_ups._compat.environment import host, relevant_variables, versions
 from lightning_ups.config import presets
 from lightning_ups.config.classes import class_name
 from lightning_ups.config.command_line import read_command_line
 from lightning_ups.config.layers import Layer, items, section
 from lightning_ups.config.merge import kind_of
+from lightning_ups.config.output import note
 from lightning_ups.config.requested_run import RequestedRun
 from lightning_ups.insight.report import reserve
 from lightning_ups.insight.tune import (
@@ -31,6 +36,8 @@ from lightning_ups.insight.tune import (
     visible_devices,
 )
 
+_AFFECTS_SPEED = re.compile(r"NUM_THREADS$|^(DNNL|ONEDNN|MALLOC)_|^LD_PRELOAD$")  # beside `relevant_variables`
+_OF_A_JOB = re.compile(r"SLURM_|PL_GLOBAL_SEED$|.*RANK$|.*WORLD_SIZE$")
 Parse = Callable[[Sequence[str]], RequestedRun]
 
 
@@ -116,8 +123,8 @@ def base_of(parse: Parse, words: Sequence[str]) -> BaseRun:
     requested = parse(words)
     given = read_command_line(["fit", *words], slots={}).given
     layers = [layer for layer in given if not layer.name.startswith("preset ")]
-    module = requested.run.module
-    source = getsourcefile(type(module))
+    module, data = requested.run.module, requested.config.get("data") or {}
+    kinds = [type(module), kind_of(data), *map(type, requested.run.callbacks)]
     return BaseRun(
         words=_without_preset(words),
         preset=requested.preset,
@@ -126,7 +133,11 @@ def base_of(parse: Parse, words: Sequence[str]) -> BaseRun:
         identity={
             "files": digest([layer.tree for layer in layers]),
             "model": shape_of(module),
-            "source": digest_of_files([source] if source else []),
+            "source": digest_of_files(file for kind in kinds if (file := _source(kind))),
+            "data": digest(data),
+            "folder": str(Path.cwd()),  # of relative paths
+            "environment": _variables(),
+            "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
             "versions": versions(),
         },
@@ -165,12 +176,57 @@ def add_common_options(parser: ArgumentParser, *, seconds: float, output: str) -
         "--output", type=Path, default=Path(output), help=f"name of the files, without ending; {output}"
     )
     parser.add_argument("--store", type=Path, help="folder of measured results; one in the user's cache")
-    parser.add_argument("--fresh", action="store_true", help="measure again what the store has")
+    parser.add_argument("--fresh", action="store_true", help="measure again what the store has, and replace it")
+
+
+def parsed(parser: ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of a command, and the words that are options of fit.
+
+    Raises:
+        ValueError: If a number is not positive, or ``--output`` cannot be written.
+    """
+    known, rest = parser.parse_known_args(argv)
+    own = vars(known)
+    for name, value in own.items():
+        if type(value) in (int, float) and not 0 < value < inf:
+            default = parser.get_default(name) or 1
+            raise ValueError(f"--{name} {value:g} is not a positive number. Give one, such as --{name} {default:g}.")
+    if (output := own.get("output")) is not None:
+        check_file(output, option="--output")
+    return own, rest
+
+
+def check_file(file: Path, *, option: str) -> None:
+    """Check, before a trial costs time, that ``file`` can be written.
+
+    Raises:
+        ValueError: If not.
+    """
+    folder = next(each for each in file.absolute().parents if each.exists())  # others are created
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+        if file.exists():
+            file.open("a").close()
+    except OSError as error:
+        raise ValueError(f"{option} {file} cannot be written: {error.strerror}: {error.filename}.") from error
 
 
 def store_of(folder: Path | None, *, fresh: bool) -> Store | None:
-    """Return the store of results; None: nothing is reused or kept."""
-    return None if fresh else Store(folder or default_folder())
+    """Return the store of results; None: the user's cache cannot be written, and nothing is kept.
+
+    Raises:
+        ValueError: If ``folder`` is given and cannot be written.
+    """
+    found = folder or default_folder()
+    try:
+        check_file(found / "results.jsonl", option="--store")
+    except ValueError as error:
+        if folder is not None:
+            raise
+        note(f"Results are not kept: {error}")
+        return None
+    return Store(found, is_fresh=fresh)
 
 
 def write_new(output: Path, ending: str, text: str) -> Path:
@@ -182,7 +238,19 @@ def write_new(output: Path, ending: str, text: str) -> Path:
 
 def _cpu() -> str:
     machine = host()
-    return f"{machine['processor']}, {machine['cores']} cores"
+    return f"{machine['processor']}, {machine['usable_cores']} of {machine['cores']} cores"
+
+
+def _variables() -> dict[str, str]:
+    also = {name: value for name, value in os.environ.items() if _AFFECTS_SPEED.search(name)}
+    return {name: value for name, value in sorted((relevant_variables() | also).items()) if not _OF_A_JOB.match(name)}
+
+
+def _source(kind: Any) -> str | None:
+    try:
+        return getsourcefile(kind)
+    except TypeError:  # built in, or defined without a file
+        return None
 
 
 def _without_preset(words: Sequence[str]) -> list[str]:

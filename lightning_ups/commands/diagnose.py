@@ -21,10 +21,13 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_ups.commands.base_run import check_file, parsed
+from lightning_ups.commands.trial import Continued, endless
 from lightning_ups.config.layers import items
 from lightning_ups.config.output import note
 from lightning_ups.config.parser import UpsParser
 from lightning_ups.insight.diagnose import Facts, Finding, Probe, findings
+from lightning_ups.insight.processes import end_group, exit_on_signals
 from lightning_ups.insight.throughput import PHASE_NAMES
 
 Row = dict[str, Any]
@@ -46,14 +49,14 @@ def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         prog="python -m lightning_ups diagnose",
         description=__doc__,
         allow_abbrev=False,
-        epilog="All options of fit are taken as well, such as --config run.yaml. Nothing is left in your folders.",
+        epilog="All options of fit are taken as well, such as --config run.yaml. Files of Lightning and of this package"
+        " go to a folder that is removed.",
     )
     parser.add_argument("--minutes", type=float, default=5.0, help="how long it may take; 5")
     parser.add_argument("--json", metavar="FILE", help="also write all facts and findings to this file")
     parser.add_argument("--no_fix", dest="fix", action="store_false", help="do not try the fix")
     parser.add_argument(_PROBE, help=SUPPRESS)
-    own, rest = parser.parse_known_args(argv)
-    return vars(own), rest
+    return parsed(parser, argv)
 
 
 def main(argv: Sequence[str]) -> int | None:
@@ -61,22 +64,20 @@ def main(argv: Sequence[str]) -> int | None:
     own, rest = own_options(argv)
     if own["probe"]:
         return None
-    if own["minutes"] <= 0:
-        raise ValueError(f"--minutes {own['minutes']} leaves no time. Give a positive number, such as --minutes 5.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ:
         raise ValueError("diagnose starts the processes of a run itself. Start it once, without torchrun or srun.")
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
-    try:
-        diagnosis = _Diagnosis(rest, minutes=own["minutes"])
-        with suppress(KeyboardInterrupt):  # what there is so far is shown
-            diagnosis.run(tries_fix=own["fix"])
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    if own["json"]:
+        check_file(Path(own["json"]), option="--json")
+    diagnosis = _Diagnosis(rest, minutes=own["minutes"])
+    with exit_on_signals(), suppress(KeyboardInterrupt):  # what there is so far is shown
+        diagnosis.run(tries_fix=own["fix"])
     if not diagnosis.facts.get("shares"):
         raise ValueError(f"No step was measured: {diagnosis.why_nothing}.")
     diagnosis.show()
     if own["json"]:
-        Path(own["json"]).write_text(json.dumps(diagnosis.as_dict(), indent=1, default=str) + "\n")
+        file = Path(own["json"])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(diagnosis.as_dict(), indent=1, default=str) + "\n")
     return 0
 
 
@@ -200,7 +201,7 @@ class _Diagnosis:
                     if row.get("end") == "all":
                         return None
             finally:
-                _end(child)
+                end_group(child)
                 text = (folder / "output.txt").read_text(errors="replace")
                 if current in ("start", "warm-up") and child.returncode not in (0, -signal.SIGKILL):
                     self.why_nothing = _last_lines(text)
@@ -333,12 +334,6 @@ def _follow(path: Path, child: "subprocess.Popen[Any]") -> Iterator[Row | None]:
         time.sleep(0.1)
 
 
-def _end(child: "subprocess.Popen[Any]") -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # with its ranks and workers
-    child.wait()
-
-
 def _last_lines(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:") or "Error" in line.partition(":")[0]]
@@ -368,8 +363,8 @@ def fit_options(*, probe: str, **_: Any) -> dict[str, Any]:
                 _redirect(settings, folder)
             return super().instantiate_classes(cfg, *args, **options)
 
-    callback = Probe(report, **spec, done=_leave)
-    return {"parser_class": Redirected, "save_config_callback": None, "trainer_defaults": {"callbacks": callback}}
+    callbacks = [Continued(), Probe(report, **spec, done=_leave)]
+    return {"parser_class": Redirected, "save_config_callback": None, "trainer_defaults": {"callbacks": callbacks}}
 
 
 def _folder(root: Any, token: str) -> Path:
@@ -391,7 +386,6 @@ def _redirect(settings: Namespace, folder: Path) -> None:
     trainer = {
         "default_root_dir": str(folder),
         "num_nodes": 1,
-        "max_epochs": 1_000_000,
         "min_epochs": None,
         "min_steps": None,
         "max_time": None,
@@ -400,8 +394,8 @@ def _redirect(settings: Namespace, folder: Path) -> None:
         "profiler": None,
         "limit_val_batches": 0 if validation in (0, 0.0) else 1,
     }
-    if (settings["trainer.max_steps"] or -1) > 0:
-        trainer["max_steps"] = 1_000_000_000
+    if endless(settings["trainer"], ()):
+        trainer["max_epochs"] = -1
     for name, value in trainer.items():
         settings[f"trainer.{name}"] = value
     loggers = settings["trainer.logger"]

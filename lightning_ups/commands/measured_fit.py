@@ -1,5 +1,6 @@
 """Measure a fit until its rate has settled, without logs, checkpoints or validation, for `tune` and `ablate`."""
 
+import faulthandler
 import json
 import os
 import sys
@@ -7,7 +8,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,7 +23,7 @@ from lightning.pytorch.callbacks import (
 from typing_extensions import override
 
 from lightning_ups.callbacks import RunManifest, TextSample, TokenThroughput, TrainingReport, UnigramBaseline
-from lightning_ups.commands.trial import Nowhere, Patience
+from lightning_ups.commands.trial import Continued, Nowhere, Patience, endless
 from lightning_ups.config.errors import short_text
 from lightning_ups.config.layers import items
 from lightning_ups.insight.throughput import Count, clock_for, counter
@@ -43,8 +44,16 @@ _LEFT_OUT = (
     UnigramBaseline,
 )
 _LOSSES = 8  # optimizer steps whose losses are kept
-_LEAST_STEPS = 100  # Compile(scope="auto") compiles less in a run of fewer
+_LEAST_STEPS = 8  # are timed, also if the run has fewer
 _FAR_BEHIND = 0.7  # of the floor
+
+
+class Timed(NamedTuple):
+    """An optimizer step."""
+
+    seconds: float
+    samples: float
+    tokens: float
 
 
 def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -54,20 +63,25 @@ def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     parser.add_argument("--seconds", type=float, default=10.0, help="of measuring at most, after the first step")
     parser.add_argument("--precision", type=float, default=0.01, help="the standard error of a rate that has settled")
     parser.add_argument("--floor", type=float, default=0.0, help="samples per second; end early if far below")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which the process ends itself")
     parser.add_argument("--began", type=float, default=time.time(), help="when the process was started")
     own, rest = parser.parse_known_args(argv)
     return vars(own), rest
 
 
 def measure(
-    fit: Callable[..., Any], *, folder: Path, seconds: float, precision: float, floor: float, began: float
+    fit: Callable[..., Any], *, folder: Path, seconds: float, precision: float, floor: float, limit: float, began: float
 ) -> int:
     """Call ``fit`` with a function that arranges the Trainer, and write the result or the failure to ``folder``."""
     watch = Stopwatch(folder, seconds=seconds, precision=precision, floor=floor, began=began)
 
     def arrange(settings: Mapping[str, Any], callbacks: Sequence[Callback]) -> tuple[dict[str, Any], list[Callback]]:
-        return _arranged(settings, folder), [*_kept(callbacks), Patience(), watch]
+        every = [*items(settings.get("callbacks")), *callbacks]
+        limits = {"max_epochs": -1} if endless(settings, every) else {}
+        return {**_arranged(settings, folder), **limits}, [*_kept(callbacks), Patience(), watch]
 
+    # The engine kills this process earlier, unless it was killed itself. Works within a C extension, too.
+    faulthandler.dump_traceback_later(1.2 * limit + 10, exit=True, file=2)
     try:
         fit(arrange=arrange)
     except BaseException as error:
@@ -75,16 +89,15 @@ def measure(
         failure = failure_of(error, refusal=refusal and refusal.removeprefix("error: "))
         (folder / f"failure-{os.getpid()}.json").write_text(json.dumps(failure.as_dict()))
         raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return 0
 
 
 def _arranged(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    steps = settings.get("max_steps") or -1
     return {
         **settings,
         "callbacks": _kept(items(settings.get("callbacks"))),
-        "max_steps": steps if steps < 0 else max(steps, _LEAST_STEPS),
-        "max_epochs": -1,
         "min_steps": None,
         "min_epochs": None,
         "max_time": None,
@@ -103,8 +116,8 @@ def _kept(callbacks: Sequence[Callback]) -> list[Callback]:
     return [callback for callback in callbacks if not isinstance(callback, _LEFT_OUT)]
 
 
-class Stopwatch(Callback):
-    """Times optimizer steps until their rate has settled, then stops the run and writes the result.
+class Stopwatch(Continued):
+    """Times optimizer steps until their rate has settled or the run ends, then stops it and writes the result.
 
     Under manual optimization, a step is a batch.
     """
@@ -112,9 +125,8 @@ class Stopwatch(Callback):
     def __init__(self, folder: Path, *, seconds: float, precision: float, floor: float, began: float) -> None:
         self._folder, self._seconds, self._precision = folder, seconds, precision
         self._floor, self._began = floor, began
-        self._times: list[float] = []  # of steps that were read
-        self._samples: list[float] = []
-        self._tokens: list[float] = []
+        self._within: list[Timed] = []  # steps within an epoch
+        self._across: list[Timed] = []  # steps that contain the end of an epoch
         self._marks: list[Any] = []  # of steps that were not
         self._losses: list[list[torch.Tensor]] = [[]]
         self._batch_samples = self._batch_tokens = 0.0
@@ -154,6 +166,8 @@ class Stopwatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        had_ended = self.has_ended
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._batches += 1
         if self._throughput is not None and self._batches == 1:
             self._throughput.pause(trainer)  # its marks would take time of the steps that are measured here
@@ -167,7 +181,7 @@ class Stopwatch(Callback):
         self._losses.append([])
         self._marks.append((self._clock.mark(), self._batch_samples, self._batch_tokens, self._skips))
         self._batch_samples, self._batch_tokens, self._skips = 0.0, 0.0, False
-        if self._steps >= self._next_look:
+        if self._steps >= self._next_look or self.has_ended != had_ended:
             self._look(trainer)
 
     @override
@@ -195,36 +209,40 @@ class Stopwatch(Callback):
     def _read(self) -> None:
         self._clock.wait()
         for (first, *_), (last, samples, tokens, skips) in zip(self._marks, self._marks[1:], strict=False):
-            if not skips:
-                self._times.append(self._clock.seconds(first, last))
-                self._samples.append(float(samples))
-                self._tokens.append(float(tokens))
+            timed = self._across if skips else self._within
+            timed.append(Timed(self._clock.seconds(first, last), float(samples), float(tokens)))
         self._marks = self._marks[-1:]
 
+    @property
+    def _timed(self) -> list[Timed]:
+        """Steps without the ends of epochs, unless each epoch has one step."""
+        return self._within or self._across
+
     def _is_enough(self, trainer: Trainer) -> bool:
-        if not self._times:  # each epoch has one step, so that each contains the end of an epoch
-            return time.perf_counter() - self._measuring_since > 2 * self._seconds
-        found = steady(self._times)
+        if not self._timed:
+            return False
+        found = steady([each.seconds for each in self._timed])
         # The first steps may contain a compilation or the capture of CUDA graphs, and do not count.
         is_even = len(found.seconds) >= 3 and max(found.seconds) < 2 * min(found.seconds)
-        if not is_even and len(self._times) < 8:
+        if not is_even and len(self._timed) < _LEAST_STEPS:
             return False
         if len(found.seconds) >= 4 and self._rate(found, trainer) < _FAR_BEHIND * self._floor:
             self._pruned = True
             return True
         is_exact = found.error <= self._precision and sum(found.seconds) >= 0.1 * self._seconds
-        return sum(found.seconds) > self._seconds or (found.has_settled and is_exact)
+        ends = self.has_ended and len(self._timed) >= _LEAST_STEPS
+        is_long = sum(found.seconds) > self._seconds or time.perf_counter() - self._measuring_since > 3 * self._seconds
+        return ends or is_long or (found.has_settled and is_exact)
 
     def _rate(self, found: Steady, trainer: Trainer) -> float:
-        return _replicas(trainer) * sum(self._samples[found.warmup :]) / sum(found.seconds)
+        samples = sum(each.samples for each in self._timed[found.warmup :])
+        return _replicas(trainer) * samples / sum(found.seconds)
 
     def _result(self, trainer: Trainer) -> Result:
-        if not self._times:
-            return Result(
-                failure="refused",
-                text=f"No step was timed in {self._batches} batches. Use a data loader with at least two steps.",
-            )
-        device, found = trainer.strategy.root_device, steady(self._times)
+        if not self._timed:
+            text = f"No step was timed in {self._batches} batches: training stopped, or no batch had an optimizer step."
+            return Result(failure="refused", text=text)
+        device, found = trainer.strategy.root_device, steady([each.seconds for each in self._timed])
         low, middle, high = found.quartiles
         on_gpu = device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else _peak_of_process()
@@ -234,7 +252,7 @@ class Stopwatch(Callback):
         mean = trainer.strategy.reduce(torch.stack(losses), reduce_op="mean") if losses else torch.zeros(0)
         peak = trainer.strategy.reduce(torch.tensor(float(peak), device=device), reduce_op="max")
         rate = self._rate(found, trainer)
-        tokens = sum(self._tokens[found.warmup :])
+        tokens = sum(each.tokens for each in self._timed[found.warmup :])
         tokens_per_s = _replicas(trainer) * tokens / sum(found.seconds) if tokens else None
         return Result(
             samples_per_s=rate,

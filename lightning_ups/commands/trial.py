@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -182,6 +183,43 @@ class Patience(Callback):
             if config.reduce_on_plateau and config.strict:
                 config.strict = False  # or else what is not measured is an error, and so it is a warning
                 warnings.filterwarnings("ignore", "ReduceLROnPlateau conditioned on metric", RuntimeWarning)
+
+
+class Continued(Callback):
+    """Lets a run go on after its own end, with the learning rates that it has then.
+
+    Until then, user code reads the limits of the run, and what is estimated from them.
+    """
+
+    has_ended = False  # whether the run is past its own end
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.has_ended or not _is_last_step(trainer):
+            return
+        self.has_ended = True
+        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
+        for config in trainer.lr_scheduler_configs:
+            config.scheduler.step = _stay  # OneCycleLR raises an error after its last step
+
+
+def endless(settings: Mapping[str, Any], callbacks: Sequence[Callback]) -> bool:
+    """Return whether only time limits a run, so that Lightning estimates no number of its steps."""
+    has_limit = settings.get("max_epochs") is not None or (settings.get("max_steps") or -1) >= 0
+    return not has_limit and (
+        settings.get("max_time") is not None or any(isinstance(each, Timer) for each in callbacks)
+    )
+
+
+def _is_last_step(trainer: Trainer) -> bool:
+    epochs = trainer.current_epoch + bool(trainer.is_last_batch)
+    return 0 <= trainer.max_steps <= trainer.global_step or 0 <= (trainer.max_epochs or 0) <= epochs
+
+
+def _stay(*_: Any, **__: Any) -> None:
+    """Keep the learning rate."""
 
 
 class StepClock(Callback):

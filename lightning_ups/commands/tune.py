@@ -27,6 +27,7 @@ from lightning_ups.commands.base_run import (
     accelerator_of_preset,
     add_common_options,
     base_of,
+    parsed,
     store_of,
     write_new,
 )
@@ -83,8 +84,7 @@ def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         help="trade a given batch size for accumulation; the samples of an optimizer step stay the same",
     )
     add_common_options(parser, seconds=10, output="tuned")
-    own, rest = parser.parse_known_args(argv)
-    return vars(own), rest
+    return parsed(parser, argv)
 
 
 def search(
@@ -193,7 +193,7 @@ def _verified(
 ) -> Verification:
     words = configuration.all_words
     key = digest(["verify", words, base.identity])
-    found = store.find(key, limit=limit) if store is not None else None
+    found = store.find(key) if store is not None else None
     if found is None:
         code, output = engine.call([*_VERIFY, *words], limit=2 * limit)
         lines = [line for line in output.splitlines() if line.strip()]
@@ -207,7 +207,7 @@ def _verified(
             why = "it did not end" if code is None else lines[-1] if lines else f"exit code {code}"
             return Verification(rejects=False, text=f"not verified: {why}"[:200])  # the next search asks again
         if store is not None:
-            store.add(key, found, limit=limit, about={"words": ["verify", *words], **base.identity})
+            store.add(key, found, about={"words": ["verify", *words], **base.identity})
     return Verification(rejects=found.failure is not None, text=found.text)
 
 

@@ -8,10 +8,12 @@ from lightning_ups.commands.base_run import (
     accelerator_of_preset,
     add_common_options,
     base_of,
+    parsed,
     parts_of_preset,
     store_of,
     write_new,
 )
+from lightning_ups.insight.tune import Result
 
 
 def parse(words):
@@ -88,5 +90,59 @@ def test_options_of_both_commands(tmp_path):
     add_common_options(parser, seconds=7, output="x")
     found = parser.parse_args([])
     assert (found.seconds, found.limit, str(found.output), found.fresh) == (7, 300, "x", False)
-    assert store_of(tmp_path, fresh=True) is None
+    store_of(tmp_path, fresh=True).add("a", Result(), about={})
+    assert store_of(tmp_path, fresh=True).find("a") is None
+    assert store_of(tmp_path, fresh=False).find("a") is not None
     assert store_of(tmp_path, fresh=False).path.parent == tmp_path
+
+
+def test_what_changes_times_is_part_of_the_identity(monkeypatch, tmp_path):
+    data = {"class_path": "tests.cli_toys.Data"}
+
+    def found(*words):
+        return base(*words, data=data, trainer={"accelerator": "cpu"}).identity
+
+    before = found()
+    for name in ("OMP_NUM_THREADS", "TORCH_NCCL_X", "PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "RAYON_NUM_THREADS"):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, "77")
+            assert found() != before, name
+    with monkeypatch.context() as changed:
+        changed.setenv("SLURM_JOB_ID", "7")
+        assert found() == before, "an interrupted search continues in another job"
+    with monkeypatch.context() as changed:
+        changed.setattr("torch.get_num_threads", lambda: 77)
+        assert found() != before
+    assert found("--data.size=16")["data"] != before["data"]
+    monkeypatch.chdir(tmp_path)
+    assert found() != before, "relative paths"
+
+
+@pytest.mark.parametrize("name", ["minutes", "seconds", "limit", "rounds", "devices"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan"])
+def test_numbers_must_be_positive(name, value):
+    parser = ArgumentParser()
+    if value == "nan" and name in ("rounds", "devices"):
+        pytest.skip("argparse refuses it")
+    kind = int if name in ("rounds", "devices") else float
+    parser.add_argument(f"--{name}", type=kind, default=None if name == "devices" else 5)
+    with pytest.raises(ValueError, match=f"^--{name} {value} is not a positive number"):
+        parsed(parser, [f"--{name}={value}"])
+    assert parsed(parser, ["--x"])[1] == ["--x"]
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_a_trial(tmp_path, capsys, monkeypatch):
+    parser = ArgumentParser()
+    add_common_options(parser, seconds=7, output="x")
+    parsed(parser, ["--output", str(tmp_path / "name")])
+    assert [*tmp_path.iterdir()] == []
+    parsed(parser, ["--output", str(tmp_path / "new" / "name")])
+    assert [*tmp_path.iterdir()] == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"^--output .*file/name cannot be written: Not a directory"):
+        parsed(parser, ["--output", str(tmp_path / "file" / "name")])
+    with pytest.raises(ValueError, match=r"^--store .*file.* cannot be written"):
+        store_of(tmp_path / "file", fresh=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert store_of(None, fresh=False) is None
+    assert "not kept" in capsys.readouterr().err

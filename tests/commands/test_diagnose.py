@@ -13,6 +13,7 @@ from lightning_ups.commands import diagnose
 from lightning_ups.commands.diagnose import _Diagnosis, _last_lines, own_options
 from tests.cli_toys import Toy
 from tests.command import assert_short, folder, run, ups
+from tests.commands.test_measured_fit import Cycled
 
 __all__ = ["folder", "ups"]
 HERE = "tests.commands.test_diagnose"
@@ -81,6 +82,19 @@ def test_a_slow_loader_is_named_its_fix_is_tried_and_no_file_is_left(ups, folder
     assert {path.name for path in folder.iterdir()} == {"run.yaml", "found.json"}
 
 
+@pytest.mark.parametrize("limit", [{"max_steps": 3}, {"max_epochs": 2}])
+def test_user_code_sees_the_length_of_the_run_and_a_short_one_goes_on(ups, folder, monkeypatch, limit):
+    monkeypatch.setattr(diagnose, "_leave", lambda trainer: None)  # this process
+    spec = {"rows": str(folder / "rows"), "token": "x", "seconds": 0.1, "only_steps": True}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    tree = run(model={"class_path": "tests.commands.test_measured_fit.Cycled"}, trainer={"max_epochs": None, **limit})
+    done = ups("diagnose", "--probe", "spec.json", tree=tree)
+    assert done.code == 0, done.err
+    ends = [json.loads(line) for line in (folder / "rows").read_text().splitlines() if "end" in line]
+    assert (ends[0]["end"], ends[0]["facts"]["steps"]) >= ("steps", 8)
+    assert Cycled.seen == ((3, -1, 3) if "max_steps" in limit else (4, 2, -1))
+
+
 @pytest.mark.parametrize("how", ["crash", pytest.param("hang", marks=pytest.mark.slow)])
 def test_a_crash_or_a_hang_costs_one_row(folder, quick, monkeypatch, capsys, how):
     monkeypatch.setattr(diagnose, "_LIMIT_S", 8.0)
@@ -114,9 +128,17 @@ def test_a_slow_exchange_is_named_first(ups, folder, quick):
     assert found["facts"]["collectives"]
 
 
-@pytest.mark.parametrize("words", [("--minutes", "0"), ("--minutes", "-1")])
-def test_no_time_is_an_error(ups, words):
-    assert_short(ups("diagnose", *words, tree=run()), "leaves no time")
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--minutes", "0"), "--minutes 0 is not a positive number"),
+        (("--minutes", "-1"), "--minutes -1 is not"),
+        (("--json", "/dev/null/found.json"), "--json /dev/null/found.json cannot be written"),
+        (("--json", "."), "--json . cannot be written"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_an_experiment(ups, words, part):
+    assert_short(ups("diagnose", *words, tree=run()), part)
 
 
 def test_ranks_are_started_by_the_command_itself(ups, monkeypatch):

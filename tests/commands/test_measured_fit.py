@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ups.__main__ import main
 from lightning_ups.callbacks import TokenThroughput
@@ -22,6 +23,55 @@ class Full(cli_toys.Toy):
 
     def training_step(self, batch, _):
         raise torch.OutOfMemoryError("out of memory on purpose")
+
+
+class Cycled(cli_toys.Toy):
+    """Reads the length of the run, and has a schedule that ends with it."""
+
+    seen, rates = (), ()
+
+    def configure_optimizers(self):
+        length = self.trainer.estimated_stepping_batches
+        Cycled.seen, Cycled.rates = (length, self.trainer.max_epochs, self.trainer.max_steps), []
+        optimizer = super().configure_optimizers()
+        if length in (-1, float("inf")):
+            return optimizer
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=length)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def on_train_batch_start(self, batch, index):
+        Cycled.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        if not self.trainer.max_epochs == self.trainer.max_steps == -1:  # the run is not past its own end
+            assert Cycled.seen[1:] == (self.trainer.max_epochs, self.trainer.max_steps)
+
+
+class Manual(Cycled):
+    """Optimizes by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        self.lr_schedulers().step()
+
+
+class Endless(cli_toys.Data):
+    """Has no length."""
+
+    def train_dataloader(self):
+        return DataLoader(Stream(self.size))
+
+
+class Stream(IterableDataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(torch.randn(self.size, 8))
 
 
 class Marking(Callback):
@@ -106,6 +156,43 @@ def test_losses_are_those_of_the_batch_whatever_is_accumulated(tmp_path, monkeyp
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("trainer", "seen"),
+    [
+        ({"max_steps": 3}, (3, None, 3)),
+        ({"max_steps": -1, "max_epochs": 2}, (8, 2, -1)),
+        ({"max_steps": 5, "max_epochs": 2}, (5, 2, 5)),
+        ({"max_steps": -1, "max_epochs": 3, "limit_train_batches": 0.5}, (6, 3, -1)),
+        ({"max_steps": -1, "max_epochs": 3, "overfit_batches": 2, "accumulate_grad_batches": 2}, (3, 3, -1)),
+        ({"max_steps": -1, "max_time": "00:00:01:00"}, (float("inf"), -1, -1)),
+        ({"max_steps": -1}, (4000, None, -1)),
+    ],
+)
+def test_user_code_sees_the_length_of_the_run_and_a_short_one_goes_on(tmp_path, monkeypatch, trainer, seen):
+    seconds = 60 if seen[0] < 100 else 0.2
+    found = measured(tmp_path, monkeypatch, settings(f"{__name__}.Cycled", **trainer), seconds=seconds)
+    assert found.failure is None, found.text
+    length, epochs, steps = Cycled.seen
+    assert (length, steps) == (seen[0], seen[2])
+    assert epochs == (seen[1] or (-1 if steps > 0 else 1000)), "Lightning's defaults"
+    if length < 100:
+        assert found.steps + found.warmup >= 8
+        last = length * trainer.get("accumulate_grad_batches", 1) - 1
+        assert len({*Cycled.rates[last + 1 :]}) == 1, "the schedule has ended with the run"
+        assert len({*Cycled.rates[: last + 1]}) > 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("steps", [3, 15])
+def test_a_trial_ends_with_the_run_if_enough_steps_are_timed(tmp_path, monkeypatch, steps):
+    given = settings(f"{__name__}.Manual", max_steps=steps, callbacks=[])
+    given["data"] = {"class_path": f"{__name__}.Endless", "init_args": {"size": 64}}
+    found = measured(tmp_path, monkeypatch, given, seconds=60)
+    assert found.failure is None, found.text
+    assert len(Cycled.rates) == {3: 9, 15: 15}[steps]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_mfu_is_of_the_measured_rate_where_the_peak_is_known(tmp_path, monkeypatch):
     start = Stopwatch.on_train_start
 
@@ -145,12 +232,12 @@ def test_failures_are_kept_with_their_kind(tmp_path, monkeypatch, given, words, 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_epoch_of_one_step_has_no_time(tmp_path, monkeypatch):
+def test_steps_of_epochs_of_one_step_contain_the_end_of_an_epoch(tmp_path, monkeypatch):
     given = settings()
     given["data"]["init_args"]["size"] = 4
-    found = measured(tmp_path, monkeypatch, given)
-    assert found.failure == "refused"
-    assert "at least two steps" in found.text
+    found = measured(tmp_path, monkeypatch, given, seconds=60)
+    assert found.failure is None, found.text
+    assert found.steps >= 4
 
 
 def test_a_trial_in_its_own_process(tmp_path):
@@ -164,3 +251,13 @@ def test_a_trial_in_its_own_process(tmp_path):
     assert found.failure is None, found.text
     assert found.samples_per_s > 0
     assert found.start_s > 1, "from the start of the process"
+
+
+def test_a_trial_whose_command_was_killed_ends_itself(tmp_path):
+    python = "import sys, time\nfrom lightning_ups.commands import measured_fit\n"
+    python += "from pathlib import Path\noptions = dict(seconds=1, precision=0.1, floor=0, began=0, limit=-6)\n"
+    python += f"measured_fit.measure(lambda arrange: time.sleep(100), folder=Path({str(tmp_path)!r}), **options)\n"
+    with Engine() as engine:
+        code, output = engine.call([sys.executable, "-c", python], limit=90)
+    assert code == 1, output
+    assert "Timeout" in output

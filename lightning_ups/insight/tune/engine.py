@@ -3,19 +3,19 @@
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 
+from lightning_ups.insight.processes import end_group, exit_on_signals
 from lightning_ups.insight.tune.result import Result, failure_of_exit
 from lightning_ups.insight.tune.store import Store, digest
 
@@ -60,7 +60,7 @@ class Effort:
 
 
 class Engine:
-    """Runs trials and keeps their results. As a context, it ends what still runs when it is left.
+    """Runs trials and keeps their results. As a context, it ends what still runs when it is left, also by SIGTERM.
 
     Args:
         store: Where results are found and kept; None: nowhere.
@@ -89,17 +89,20 @@ class Engine:
         self.parallel = max(1, len(groups))
         self._pool = ThreadPoolExecutor(self.parallel)
         self._lock, self._running, self._ends = Lock(), set[subprocess.Popen[bytes]](), False
+        self._undo = ExitStack()
         self.count = 0  # of processes that were started
 
     def __enter__(self) -> "Engine":
+        self._undo.enter_context(exit_on_signals())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ends = True
-        with self._lock:
-            for process in self._running:
-                _kill_group(process)
-        self._pool.shutdown(cancel_futures=True)
+        with self._undo:
+            self._ends = True
+            with self._lock:
+                for process in self._running:
+                    end_group(process)
+            self._pool.shutdown(cancel_futures=True)
 
     def run(self, configuration: Configuration, effort: Effort) -> Result:
         """Return the result of one trial, from the store if it is there."""
@@ -112,7 +115,7 @@ class Engine:
     def _tried(self, configuration: Configuration, effort: Effort) -> Result:
         words = configuration.all_words
         key = digest([words, self._identity, effort.seconds, effort.precision, effort.round])
-        found = self._store.find(key, limit=effort.limit) if self._store is not None else None
+        found = self._store.find(key) if self._store is not None else None
         # A pruned trial was far behind another reference, perhaps a faster one.
         if found is None or (found.is_pruned and found.samples_per_s >= effort.floor):
             slot = self._slots.get()
@@ -123,7 +126,7 @@ class Engine:
             if self._ends:
                 return found  # it was killed, and is no result
             if self._store is not None:
-                self._store.add(key, found, limit=effort.limit, about={"words": words, **self._identity})
+                self._store.add(key, found, about={"words": words, **self._identity})
         self._on_result(configuration, effort, found)
         return found
 
@@ -134,6 +137,7 @@ class Engine:
                 "--seconds": effort.seconds,
                 "--precision": effort.precision,
                 "--floor": effort.floor,
+                "--limit": effort.limit,
                 "--began": time.time(),
             }
             command = [*self._command, *(str(word) for pair in options.items() for word in pair), *words]
@@ -175,8 +179,7 @@ class Engine:
         finally:
             with self._lock:
                 self._running.discard(process)
-            _kill_group(process)
-            process.wait()
+            end_group(process)
 
 
 def visible_devices(count: int) -> list[str]:
@@ -192,11 +195,6 @@ def _environment(slot: str) -> dict[str, str]:
         if name not in _OF_LAUNCHERS and not name.startswith(_PREFIXES_OF_LAUNCHERS)
     }
     return {**kept, **({"CUDA_VISIBLE_DEVICES": slot} if slot else {})}
-
-
-def _kill_group(process: "subprocess.Popen[bytes]") -> None:
-    with suppress(ProcessLookupError, PermissionError):  # all of it has ended
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _result(folder: Path, code: int | None, output: str, effort: Effort) -> Result:

@@ -13,36 +13,43 @@ from torch.nn.parameter import is_lazy
 from lightning_ups.insight.tune.result import Result
 
 _FILE = "results.jsonl"
+_KEPT = (None, "refused")
 
 
 class Store:
     """Keeps results by key, in a file that several searches may append to.
 
+    Failures other than refusals are kept only in memory, since their cause may be gone in the next search.
+
     Args:
         folder: Where the file is; it is created with the first result.
+        is_fresh: Whether results that the file has are ignored.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_fresh: bool = False) -> None:
         self.path = folder / _FILE
-        self._results: dict[str, tuple[Result, float]] = {}
-        if self.path.exists():
+        self._results: dict[str, Result] = {}
+        if self.path.exists() and not is_fresh:
             for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
                     row = json.loads(line)
-                    self._results[row["key"]] = Result.of(row["result"]), float(row["limit"])
-                except (ValueError, KeyError, TypeError):
+                    key, result = str(row["key"]), Result.of(row["result"])
+                except (ValueError, KeyError, TypeError, AttributeError):
                     continue  # a line that was interrupted
+                if result.failure in _KEPT:
+                    self._results[key] = result
 
-    def find(self, key: str, *, limit: float) -> Result | None:
-        """Return the result of ``key``; a hang counts only if it had at least ``limit`` seconds."""
-        result, had = self._results.get(key, (None, 0.0))
-        return None if result is None or (result.failure == "hang" and had < limit) else result
+    def find(self, key: str) -> Result | None:
+        """Return the result of ``key``, or None."""
+        return self._results.get(key)
 
-    def add(self, key: str, result: Result, *, limit: float, about: Mapping[str, Any]) -> None:
+    def add(self, key: str, result: Result, *, about: Mapping[str, Any]) -> None:
         """Append a result. ``about`` describes the trial for people who read the file."""
-        self._results[key] = result, limit
+        self._results[key] = result
+        if result.failure not in _KEPT:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        row = {"key": key, "limit": limit, **about, "result": result.as_dict()}
+        row = {"key": key, **about, "result": result.as_dict()}
         # One write to a file that is opened for appending is not mixed with those of other processes.
         with self.path.open("ab", buffering=0) as file:
             before = b"" if _ends_a_line(self.path) else b"\n"

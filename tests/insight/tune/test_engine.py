@@ -1,8 +1,12 @@
 import os
+import signal
 import sys
 import time
 
+import pytest
+
 from lightning_ups.insight.tune import Configuration, Effort, Engine, Store, visible_devices
+from tests.insight.test_processes import is_running
 
 # Takes the options of measured_fit, and behaves as the last word says.
 FAKE = """
@@ -53,18 +57,6 @@ def test_a_hang_is_killed_with_its_children_at_its_limit(tmp_path, monkeypatch):
     assert found.failure == "hang"
     assert "7 steps" in found.text
     assert not is_running(int((tmp_path / "pid").read_text()))
-
-
-def is_running(pid):
-    for _ in range(50):
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] == "Z":  # ended; nobody has waited for it
-                    return False
-        except FileNotFoundError:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def run_all(trials, configurations):
@@ -127,3 +119,22 @@ def test_visible_devices_are_those_of_the_environment(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert visible_devices(2) == ["0", "1"]
     assert os.environ.get("CUDA_VISIBLE_DEVICES") is None
+
+
+def test_sigterm_ends_the_trial_and_the_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHILD", str(tmp_path / "pid"))
+    before = signal.getsignal(signal.SIGTERM)
+
+    def interrupted():
+        with engine(tmp_path) as trials:
+            future = trials.start(configuration("hang"), Effort())
+            while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            future.result()
+
+    with pytest.raises(SystemExit) as stop:
+        interrupted()
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert not is_running(int((tmp_path / "pid").read_text()))
+    assert signal.getsignal(signal.SIGTERM) is before

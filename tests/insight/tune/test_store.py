@@ -1,3 +1,6 @@
+import json
+
+import pytest
 import torch
 from torch import nn
 
@@ -7,21 +10,32 @@ from lightning_ups.insight.tune import Result, Store, default_folder, digest, di
 
 def test_results_are_found_again_and_an_interrupted_line_is_skipped(tmp_path):
     store = Store(tmp_path / "new")
-    store.add("a", Result(samples_per_s=1.0), limit=9, about={"words": ["x"]})
+    store.add("a", Result(samples_per_s=1.0), about={"words": ["x"]})
     with store.path.open("a") as file:
         file.write('{"key": "b", "resu')
     again = Store(tmp_path / "new")
-    assert again.find("a", limit=9) == Result(samples_per_s=1.0)
-    assert again.find("b", limit=9) is None
-    again.add("c", Result(failure="crash", text="t"), limit=9, about={})
-    assert Store(tmp_path / "new").find("c", limit=99) == Result(failure="crash", text="t")
+    assert again.find("a") == Result(samples_per_s=1.0)
+    assert again.find("b") is None
+    again.add("c", Result(failure="refused", text="t"), about={})
+    assert Store(tmp_path / "new").find("c") == Result(failure="refused", text="t")
 
 
-def test_a_hang_is_tried_again_with_a_longer_limit(tmp_path):
+@pytest.mark.parametrize("failure", ["out of memory", "crash", "hang", "compiler error"])
+def test_a_failure_is_tried_again_by_the_next_search(tmp_path, failure):
     store = Store(tmp_path)
-    store.add("a", Result(failure="hang"), limit=10, about={})
-    assert store.find("a", limit=10) is not None
-    assert store.find("a", limit=11) is None
+    store.add("a", Result(failure=failure), about={})
+    assert store.find("a") == Result(failure=failure)
+    assert Store(tmp_path).find("a") is None
+    store.path.write_text(json.dumps({"key": "a", "limit": 9, "result": {"failure": failure}}) + "\n")  # of 0.1
+    assert Store(tmp_path).find("a") is None
+
+
+def test_a_fresh_store_ignores_what_the_file_has_and_adds_to_it(tmp_path):
+    Store(tmp_path).add("a", Result(samples_per_s=1.0), about={})
+    fresh = Store(tmp_path, is_fresh=True)
+    assert fresh.find("a") is None
+    fresh.add("a", Result(samples_per_s=2.0), about={})
+    assert fresh.find("a") == Store(tmp_path).find("a") == Result(samples_per_s=2.0)
 
 
 def test_the_shape_of_a_module_depends_on_names_sizes_and_dtypes():
