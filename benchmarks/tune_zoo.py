@@ -42,6 +42,7 @@ from zoo import _cards, _commit, _versions, places
 from zoo_modules import load
 
 from lightning_ups.insight.tune import (
+    LEAST,
     Configuration,
     Effort,
     Engine,
@@ -58,6 +59,7 @@ LOSS_DIFFERS = 0.05  # of the mean loss of the first steps, as in `tune`
 NEAR = 0.02  # what the winner may be slower than the best of the grid
 SPARE = 20  # seconds at the end of a call, to write and to end processes
 EXPECTED = 60.0  # seconds of a trial, before others of the line tell better
+FEWEST = 2  # rounds of a final
 SHORTEST = 60  # seconds of a slice of `tune` that is worth its start
 VERIFY = (sys.executable, "-m", "lightning_ups", "verify", "--no_faults")
 
@@ -160,6 +162,8 @@ class Judge:
 
     def _trial(self, configuration: Configuration, *, round: int) -> Result | None:
         """Return the result of a trial, or None if the end of the call ended it."""
+        if self._left < 1:
+            return None
         limit = min(self._options.limit, self._left)
         found = self._engine.run(configuration, Effort(seconds=self._options.seconds, limit=limit, round=round))
         return None if found.failure == "hang" and limit < self._options.limit else found
@@ -209,22 +213,14 @@ class Judge:
         if "tune" not in sides:
             self._say("final: the grid or tune is not complete")
             return False
-        least = self._options.rounds * len(sides) * self._expected()
+        least = min(FEWEST * len(sides) * self._expected(), self._options.most)
         if self._left < least:
-            self._say(f"final: {least:.0f} s are needed in one call, {self._left:.0f} s are left")
+            self._say(f"final: it needs {least:.0f} s of one call, {self._left:.0f} s are left")
             return False
-        results: dict[str, list[Result]] = {name: [] for name in sides}
-        for number in range(self._options.rounds):
-            order = [*sides] if number % 2 == 0 else [*sides][::-1]
-            for name in order:
-                if any(each.failure for each in results[name]):
-                    continue
-                found = self._trial(sides[name].configuration, round=number + 1)
-                if found is None:
-                    self._say("final: the time of the call was over; another call begins it anew")
-                    return False
-                results[name].append(found)
-                self._say(f"final: round {number + 1}: {name}: {_said(found)}")
+        results = self._rounds(sides)
+        if results is None:
+            self._say("final: the time of the call was over; another call begins it anew")
+            return False
         failed = {name: found[-1].failure_line for name, found in results.items() if found[-1].failure}
         worked = {name: found for name, found in results.items() if name not in failed}
         facts: dict[str, Any] = {"card": _card(), "failed": failed}
@@ -237,6 +233,21 @@ class Judge:
                 facts["grid_verified"] = self._verified(sides["grid"].configuration)
         self._note("final", grid=self._best_of_grid()[0], **facts)
         return True
+
+    def _rounds(self, sides: Mapping[str, Side]) -> dict[str, list[Result]] | None:
+        """Measure all sides by turns; return the complete rounds, or None if the end of the call left too few."""
+        results: dict[str, list[Result]] = {name: [] for name in sides}
+        for number in range(self._options.rounds):
+            order = [*sides] if number % 2 == 0 else [*sides][::-1]
+            for name in order:
+                if any(each.failure for each in results[name]):
+                    continue
+                found = self._trial(sides[name].configuration, round=number + 1)
+                if found is None:
+                    return {name: each[:number] for name, each in results.items()} if number >= FEWEST else None
+                results[name].append(found)
+                self._say(f"final: round {number + 1}: {name}: {_said(found)}")
+        return results
 
     def _sides(self) -> Iterator[Side]:
         first = next(iter(settings(tiny=self._options.tiny)))
@@ -386,9 +397,9 @@ def report(records: Sequence[Mapping[str, Any]], lines: Iterable[str]) -> str:
 
 
 def meets(final: Mapping[str, Any]) -> bool:
-    """Return whether the winner is not slower than the preset beyond doubt, and within 2 % of the best of the grid."""
+    """Return whether the winner is as fast as the preset, and within 2 % of the best of the grid."""
     gains = final.get("gains", {})
-    is_as_fast = "preset" not in gains or gains["preset"][2] >= 0
+    is_as_fast = "preset" not in gains or gains["preset"][0] >= -LEAST
     return bool(gains) and is_as_fast and ("grid" not in gains or gains["grid"][0] >= -NEAR)
 
 
@@ -446,6 +457,7 @@ class Lines:
     def _judged(self, line: str, gpu: str, left: float) -> str:
         options = self._options
         words = [sys.executable, str(Path(__file__).resolve()), "--line", line, "--until", f"{time.time() + left:.1f}"]
+        words += ["--most", f"{0.8 * options.budget:.1f}"]
         words += ["--output", str(options.output.resolve()), "--steps", ",".join(options.steps)]
         for name in ("minutes", "seconds", "limit", "rounds"):
             words += [f"--{name}", str(getattr(options, name))]
@@ -506,6 +518,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only print the table")
     parser.add_argument("--line", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--most", type=float, help=argparse.SUPPRESS)  # that a final may wait for
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     if options.line:

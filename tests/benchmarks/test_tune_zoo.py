@@ -39,7 +39,14 @@ def judged(import_benchmark, tmp_path, monkeypatch):
             return benchmark.Result(samples_per_s=rate, error=0.001, losses=[2.0], wall_s=1.0)
 
     options = argparse.Namespace(
-        output=tmp_path / "out", tiny=True, until=time.time() + 500, minutes=1.0, seconds=1.0, limit=50.0, rounds=2
+        output=tmp_path / "out",
+        tiny=True,
+        until=time.time() + 500,
+        minutes=1.0,
+        seconds=1.0,
+        limit=50.0,
+        rounds=2,
+        most=400.0,
     )
     options.output.mkdir()
 
@@ -83,6 +90,25 @@ def test_begins_nothing_that_the_budget_would_end(judged):
     waiting, engine = judge()
     assert not waiting.take(benchmark.STEPS)
     assert not engine.runs
+
+
+def test_a_line_stays_on_its_gpu(judged):
+    benchmark, _, options = judged
+    row = {"kind": "grid", "line": "gpt2", "tiny": True, "gpu": "1"}
+    (options.output / "records.jsonl").write_text(json.dumps(row) + "\n")
+    options.budget = 1.0
+    lines = benchmark.Lines(options, ["0", "1"])
+    assert [lines._may_have(gpu, "gpt2") for gpu in "01"] == [False, True]
+    assert lines._may_have("0", "bert")
+    assert benchmark.Lines(options, ["0"])._may_have("0", "gpt2")  # that GPU is not there
+
+
+@pytest.mark.parametrize(
+    ("preset", "grid", "meets"), [(0.0, 0.0, True), (-0.02, 0.1, False), (0.1, -0.03, False), (-0.005, -0.015, True)]
+)
+def test_the_winner_is_as_fast_as_the_preset_and_near_the_grid(import_benchmark, preset, grid, meets):
+    gains = {"preset": [preset, -1.0, 1.0], "grid": [grid, -1.0, 1.0]}
+    assert import_benchmark("tune_zoo").meets({"gains": gains}) == meets
 
 
 def test_interrupts_a_command_in_time(import_benchmark):
