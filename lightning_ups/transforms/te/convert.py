@@ -26,6 +26,7 @@ from lightning_ups.transforms.te.modules import (
 
 Fuse = Literal["auto", "all", "none"]
 MULTIPLE = 16  # float8 products require multiples of this in both dimensions of a weight
+_NOT_INCLUDED, _OUTSIDE = "not included", "outside the blocks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,26 +151,30 @@ def convert_to_te(
             skipped=work.skipped,
             apart=work.apart,
             theirs=theirs,
-            nothing=None if theirs else _why_nothing(work, module, in_float8=in_float8),
+            nothing=None if theirs else _why_nothing(work, module, in_float8=in_float8, multiple=multiple),
             calls=work.calls,
             borrowers=work.borrowers,
             _undo=undo.pop_all(),
         )
 
 
-def _why_nothing(work: "_Work", module: nn.Module, *, in_float8: bool) -> str | None:
+def _why_nothing(work: "_Work", module: nn.Module, *, in_float8: bool, multiple: int) -> str | None:
     name, others = type(module).__name__, name_other_layers(module)
     some = "; ".join(f"{name}: {why}" for name, why in [*work.skipped.items()][:4])
+    left = work.left_by_selection(multiple=multiple)  # include=[...] helps nowhere else
     if not work.converted:
+        cure = "Name others by include=[...], or use BF16Precision." if left else "Use BF16Precision."
         return (
             f"Nothing of {name} can be computed by Transformer Engine. {some or 'It has no linear layer and no norm'}."
-            f"{others} Name others by include=[...], or use BF16Precision."
+            f"{others} {cure}"
         )
     if in_float8 and not any(borrower.num_products for borrower in work.borrowers.values()):
+        is_linear = any(isinstance(m, nn.Linear) for m in left)
+        cure = "Name linear layers by include=[...], or use" if is_linear else "Use"
         return (
             f"Of {name} Transformer Engine can compute norms alone, and nothing in float8."
             f" {some or 'It has no nn.Linear in its blocks'}.{others}"
-            " Name linear layers by include=[...], or use recipe=None, or BF16Precision."
+            f" {cure} recipe=None, or BF16Precision."
         )
     return None
 
@@ -194,10 +199,10 @@ class _Work:
             self.skipped[name] = f"excluded by {pattern!r}"
         if include is not None:
             included = _selected(names, include, of=of)
-            self.skipped |= {name: "not included" for name in names if name not in included}
+            self.skipped |= {name: _NOT_INCLUDED for name in names if name not in included}
         elif not head:
             inside = {inner for block in find_blocks(self._root).values() for inner in block.modules()}
-            self.skipped |= {name: "outside the blocks" for name, m in names.items() if m not in inside}
+            self.skipped |= {name: _OUTSIDE for name, m in names.items() if m not in inside}
         for name, m in names.items():
             if m in self._precise:
                 self.skipped[name] = "computes in float32"
@@ -208,6 +213,11 @@ class _Work:
         """Leave out modules that would be slower, and their fusions, even if the user named them."""
         self._losers = losers
         self.skipped |= {name: losers[name] for name in self._candidates if name in losers and name not in self.skipped}
+
+    def left_by_selection(self, *, multiple: int) -> list[nn.Module]:
+        """Return the modules that ``include`` could convert."""
+        selected = {name for name, why in self.skipped.items() if why in (_NOT_INCLUDED, _OUTSIDE)} - {*self._losers}
+        return [m for name, m in self._candidates.items() if name in selected and not _unfit(m, multiple=multiple)]
 
     def fuse(self, asked: Sequence[Fusion], *, ready: bool, joining: bool, undo: ExitStack) -> None:
         """Make the fusions, those of the user first."""

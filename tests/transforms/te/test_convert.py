@@ -187,25 +187,36 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config)
 
 
-NAMED = r"lm_head: .* converted: transformers\.pytorch_utils\.Conv1D \(8 of them, 24,576 weights\)\. Name"
+NAMED = r"lm_head: .* converted: transformers\.pytorch_utils\.Conv1D \(8 of them, 24,576 weights\)\. Use recipe=None"
 
 
 @pytest.mark.parametrize(
     ("make", "options", "text"),
     [
-        (lambda: nn.Linear(4, 4), {}, r"Nothing of Linear.*It has no linear layer.*use BF16Precision"),
+        (lambda: nn.Linear(4, 4), {}, r"Nothing of Linear.*It has no linear layer.*Use BF16Precision"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), {"head": True}, r"Nothing of Sequential.*0: 4 x 4 is no multiple of"),
         (gpt, {"in_float32": ["layers.*"]}, r"Nothing of GPT.*layers\.0\..*: computes in float32;.*use BF16Precision"),
         (gpt2, {"in_float8": True}, NAMED),
         (
             lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(16)),
             {"head": True, "in_float8": True},
-            r"compute norms alone.*0: 4 x 4 is no multiple of 16.*or use recipe=None",
+            r"compute norms alone.*0: 4 x 4 is no multiple of 16\. Use recipe=None",
         ),
         (
             lambda: nn.Sequential(nn.LayerNorm(16)),
             {"head": True, "in_float8": True},
-            r"nothing in float8. It has no nn.Linear.*include=\[\.\.\.\]",
+            r"nothing in float8. It has no nn.Linear in its blocks\. Use recipe=None",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)),
+            {"include": ["1"], "in_float8": True},
+            r"compute norms alone.*0: not included\. Name linear layers by include=\[\.\.\.\]",
+        ),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), {"head": True}, r"16\. Use BF16Precision\.$"),
+        (
+            lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(4, 4)),
+            {"include": ["1"]},
+            r"0: not included; 1: 4 x 4 .*16\. Name others by include=\[\.\.\.\]",
         ),
     ],
 )
