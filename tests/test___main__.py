@@ -87,10 +87,10 @@ def test_a_wrong_command_is_exit_code_2():
     assert "Did you mean 'fit'?" in done.stderr
 
 
-@pytest.fixture
-def broken_torchvision(tmp_path, monkeypatch):
+@pytest.fixture(params=["site-packages", "vision"], ids=["installed", "source"])
+def broken_torchvision(tmp_path, monkeypatch, request):
     """A torchvision that was built for another torch, as the one that a process finds first."""
-    folder = tmp_path / "site-packages"
+    folder = tmp_path / request.param
     (folder / "torchvision").mkdir(parents=True)
     (folder / "torchvision/__init__.py").write_text("import torch; torch.library.register_fake('torchvision::nms')(id)")
     (folder / "torchvision-0.1.dist-info").mkdir()

@@ -127,10 +127,28 @@ class Compilation:
     blocks: Sequence[str] | None = None
 
 
+class _StateKey:
+    """The property `Callback.state_key` with a hint: a Trainer reads it of a class that is given without brackets."""
+
+    def __init__(self, owner: type) -> None:
+        self._owner = owner
+
+    def __get__(self, callback: Any, kind: type) -> str:
+        if callback is None:
+            name = kind.__name__
+            raise AttributeError(f"{name} is given without brackets. Write Trainer(callbacks=[{name}(...)]).")
+        return super(self._owner, callback).state_key  # type: ignore[attr-defined]
+
+
 class TrainerOnly:
     """A callback that Fabric refuses: Fabric accepts any object as a callback, and calls none of its Trainer hooks."""
 
     in_fabric: ClassVar[str] = "Leave it out, or train with a Trainer."
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "state_key" not in vars(cls):
+            cls.state_key = _StateKey(cls)  # type: ignore[attr-defined]
 
     def on_after_setup(self, fabric: object, module: object) -> NoReturn:
         """Called by `Fabric.setup`, and never by a Trainer.

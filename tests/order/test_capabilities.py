@@ -1,10 +1,14 @@
 import pytest
 import torch
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_ups import callbacks
 from lightning_ups.order import DtypePolicy, PrecisionCapabilities, policy_of
 from lightning_ups.order.capabilities import capabilities_of
 from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.strategies import FSDP2Strategy
+from tests.toys import Net, loader, trainer
 
 
 def test_precisions_state_what_they_do():
@@ -39,3 +43,23 @@ def test_patterns_of_what_computes_in_float32_are_read_and_kept():
     policy = DtypePolicy.bf16_mixed(in_float32=["net.*"])
     assert policy.in_float32 == ("net.*",)
     assert (policy.param, policy.reduce, policy.output) == (torch.bfloat16, torch.float32, torch.float32)
+
+
+def test_a_callback_without_brackets_is_named_before_the_run(tmp_path):
+    made = trainer(tmp_path, callbacks=[callbacks.Compile])
+    with pytest.raises(AttributeError, match=r"Write Trainer\(callbacks=\[Compile\(\.\.\.\)\]\)"):
+        made.fit(Net(), loader())
+    assert callbacks.Compile().state_key == "Compile"
+
+
+@pytest.mark.parametrize("name", callbacks.__all__)
+def test_every_callback_gives_the_hint_without_brackets(name):
+    with pytest.raises(AttributeError, match="brackets"):
+        str(getattr(callbacks, name).state_key)
+
+
+@pytest.mark.parametrize("kind", [BF16Precision, FSDP2Strategy])
+def test_lightning_itself_refuses_other_classes_without_brackets(tmp_path, kind):
+    where = {"plugins": [kind]} if kind is BF16Precision else {"strategy": kind}
+    with pytest.raises((MisconfigurationException, ValueError), match=kind.__name__):
+        trainer(tmp_path, **where)
