@@ -25,8 +25,10 @@ def find_class(name: str, bases: Sequence[type]) -> type | None:
         return None
     try:
         found = getattr(importlib.import_module(module), attribute, None)
-    except ModuleNotFoundError:
-        return None
+    except ModuleNotFoundError as error:
+        if f"{module}.".startswith(f"{error.name}."):
+            return None
+        raise  # found, but it imports another module that is not there
     return found if inspect.isclass(found) else None
 
 

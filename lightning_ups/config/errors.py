@@ -6,17 +6,19 @@ import re
 import select
 import signal
 import sys
+import sysconfig
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 _DELIBERATE = (ValueError, TypeError, RuntimeError, ImportError, OSError)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 # Packages whose frames are not the user's code.
 _LIBRARIES = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "torch", "contextlib", "functools"}
 _FILE_SYSTEMS = {"os", "pathlib", "fsspec", "s3fs", "gcsfs", "adlfs"}
+_STDLIB = sysconfig.get_path("stdlib")
 _SIGPIPE = 13  # `signal` has no such name on Windows
 _RESTORES = "_CheckpointConnector"  # Lightning's class that restores a checkpoint
 # Lightning raises this for a wrong setting; some of its functions raise other types for one.
@@ -55,9 +57,13 @@ def _report_errors(run: Callable[[], int], *, debug: bool) -> int:
             return _signaled("Terminated by SIGTERM.", signal.SIGTERM)
         if isinstance(stop.__context__, BrokenPipeError):  # rich has replaced stdout, and exits
             return 128 + _SIGPIPE
+        if not isinstance(stop.code, str) and (text := constructor_error(stop)):  # or it would end without a word
+            print(text, file=sys.stderr, flush=True)
         raise
     except Exception as error:
-        text = short_text(error)
+        text, code = short_text(error), 2
+        if text is None and not debug:
+            text, code = constructor_error(error), 1
         if text is None and not debug and (root := unwrapped(error)) is not error:
             raise root from root.__cause__
         if text is None:
@@ -65,11 +71,11 @@ def _report_errors(run: Callable[[], int], *, debug: bool) -> int:
         if debug:
             traceback.print_exception(error)
         elif (rank := _rank()) != "0":
-            text = f"[rank {rank}] {text.partition(chr(10))[0]}"
+            text = f"[rank {rank}] {text if code == 1 else text.partition(chr(10))[0]}"
         else:
             text += "\n(--debug shows the traceback.)"
         print(text, file=sys.stderr, flush=True)
-        return 2
+        return code
 
 
 def _signaled(text: str, by: signal.Signals) -> int:
@@ -126,10 +132,106 @@ def short_text(error: BaseException) -> str | None:
     return None
 
 
+def constructor_error(error: BaseException) -> str | None:
+    """Return where the class is configured, the error and the user's frames, if a class could not be made or imported.
+
+    None for any other error.
+    """
+    root = unwrapped(error)
+    frames = _frames(root)
+    start = max((index for index, (frame, _) in enumerate(frames) if _made(frame)), default=None)
+    if start is None:
+        return None
+    name, settings = _made(frames[start][0]) or ("", {})
+    before = [frame for frame, _ in [*([] if root is error else _frames(error)), *frames[: start + 1]]]
+    lines = [_wrapped(f"{_place_of(before, name, settings)}{name}: {_named(root)}"), *_frames_of_user(root, start)]
+    while (root := root.__cause__ or (None if root.__suppress_context__ else root.__context__)) is not None:
+        if below := _frames_of_user(root):
+            lines += [f"caused by {_named(root)}", *below]
+    return "\n".join(lines)
+
+
+def _made(frame: FrameType) -> tuple[str, dict[str, Any]] | None:
+    """Return name and settings of the class that `frame` makes or imports for the parser."""
+    names, package = frame.f_locals, _package(frame)
+    if package in ("jsonargparse", "lightning") and isinstance(names.get("class_type"), type):
+        return names["class_type"].__name__, names.get("kwargs", {})
+    if package == "lightning" and "args_class" in names:  # an optimizer or a scheduler
+        return names["args_class"].__name__, dict(names["kwargs"].items())
+    imports = {"lightning_ups": "find_class", "jsonargparse": "import_object"}
+    return (names["name"], {}) if imports.get(package) == frame.f_code.co_name else None
+
+
+def _place_of(frames: list[FrameType], name: str, settings: dict[str, Any]) -> str:
+    """Return file and line where the class `name` is configured, with ": ", or "" if they are unknown."""
+    layers = _layers_of(frames)
+    groups = [each.f_locals["group"].dest for each in frames if each.f_code.co_name == "group_instantiate_class"]
+    group = tuple(groups[-1].split(".")) if groups else ()  # of a dataclass, or of a class that the program fixes
+    outer = [each.f_locals["val_class"].__name__ for each in reversed(frames) if "val_class" in each.f_locals]
+    for kind in dict.fromkeys([name, *outer]):
+        found = [(layer, *spec) for layer in reversed(layers) for spec in _named_in(layer.tree, kind)]
+        found.sort(key=lambda spec: any(str(settings.get(key)) != str(value) for key, value in spec[2].items()))
+        for layer, keys, _ in found:
+            keys = keys if kind == name else (*keys[:-1], "init_args", *group)
+            return f"{layer.place(*keys)}: "
+    return next((f"{layer.place(*group)}: " for layer in reversed(layers) if group in layer.lines), "")
+
+
+def _layers_of(frames: list[FrameType]) -> Sequence[Any]:
+    """Return the layers of settings of the command line that is running, as far as they are read."""
+    for frame in frames:
+        if _is_method_of(frame, "UpsCLI") and (request := getattr(frame.f_locals["self"], "request", None)):
+            return request.given
+        if frame.f_code.co_name == "read_command_line":
+            return frame.f_locals.get("files", ())
+    return ()
+
+
+def _named_in(tree: Any, kind: str, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Yield the keys of each value of `tree` that names the class `kind`, and the settings next to it."""
+    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    settings = tree.get("init_args") if isinstance(tree, dict) else None
+    for key, value in inner:
+        if isinstance(value, str) and kind in (value, value.rpartition(".")[2]):
+            yield (*keys, key), settings if key == "class_path" and isinstance(settings, dict) else {}
+        yield from _named_in(value, kind, (*keys, key))
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _frames_of_user(error: BaseException, start: int = -1) -> list[str]:
+    """Return the text of the frames of the user's code, after the frame `start`."""
+    described = traceback.TracebackException.from_exception(error)
+    pairs = [*zip(described.stack, _frames(error), strict=False)][start + 1 :]
+    described.stack[:] = [summary for summary, (frame, _) in pairs if _is_of_user(frame)]
+    lines = described.stack.format()
+    if isinstance(error, SyntaxError):
+        lines += [*described.format_exception_only()][:-1]
+    return "".join(lines).splitlines()
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    is_installed = file.startswith(("<", _STDLIB)) or "site-packages" in file or "dist-packages" in file
+    return not is_installed and _package(frame) not in _LIBRARIES
+
+
 def broken_package(traceback_text: str) -> str | None:
     """Return the installed package whose code failed, of the traceback of an import; torch only calls what failed."""
-    names = re.findall(r'File "[^"]*(?:site|dist)-packages/(\w+)', traceback_text)
-    return next((name for name in reversed(names) if name not in ("torch", "lightning_ups")), None)
+    names = map(_package_of, reversed(re.findall(r'File "([^"]+)"', traceback_text)))
+    return next((name for name in names if name not in (None, "torch", "lightning_ups")), None)
+
+
+def _package_of(file: str) -> str | None:
+    """Return the package that `file` is in, installed or as its source; None for the standard library and scripts."""
+    if installed := re.search(r"(?:site|dist)-packages[/\\](\w+)", file):
+        return installed[1]
+    folder, name = os.path.dirname(file), None
+    while not file.startswith(_STDLIB) and os.path.isfile(os.path.join(folder, "__init__.py")):
+        folder, name = os.path.split(folder)
+    return name
 
 
 def cure_of_broken(package: str) -> str:

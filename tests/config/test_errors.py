@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_ups.callbacks import ActivationCheckpoint
-from lightning_ups.config.errors import report_errors, short_text, unwrapped
+from lightning_ups.config.errors import constructor_error, report_errors, short_text, unwrapped
 from lightning_ups.config.suggestions import suggest
 
 
@@ -149,6 +149,10 @@ def test_what_the_parser_has_wrapped():
     error = caught(parser.instantiate_classes, config)
     assert isinstance(unwrapped(error), KeyError)
     assert short_text(error) is None
+    text = constructor_error(error)
+    assert text.startswith("error: Mine: KeyError: 'mine'\n")
+    assert __file__ in text
+    assert text.count("  File") == 1
 
 
 @pytest.mark.parametrize("kind", [str | Callback, Callback | str | None, list[str | Callback] | Callback])
@@ -162,9 +166,21 @@ def test_what_a_class_raised_of_the_types_that_a_setting_may_have(kind):
     assert "every_k=0" in str(unwrapped(error))
 
 
+def test_each_rank_says_where_its_class_fails(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Callback, "callback", required=False)
+    config = parser.parse_object({"callback": {"class_path": f"{__name__}.Mine"}})
+    assert report_errors(lambda: parser.instantiate_classes(config), debug=False) == 1
+    first, *frames = capsys.readouterr().err.splitlines()
+    assert first == "[rank 1] error: Mine: KeyError: 'mine'"
+    assert __file__ in frames[0]
+
+
 def test_what_is_not_wrapped_stays():
     error = caught(Trainer, accelerator="cpu", devices=1, precision="nonsense")
     assert unwrapped(error) is error
+    assert constructor_error(error) is None
 
 
 def test_nothing_heavy_is_imported():
