@@ -49,6 +49,7 @@ class RunLog:
         times: Seconds of steps, by where they come from.
         settings: Settings, versions and hardware, flat.
         manifest: The whole manifest; empty if there is none.
+        notes: Files that are not used, and why.
     """
 
     name: str
@@ -56,6 +57,7 @@ class RunLog:
     times: dict[str, Series]
     settings: dict[str, Any] = field(default_factory=dict)
     manifest: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def best_times(runs: Iterable[RunLog]) -> str | None:
@@ -93,13 +95,18 @@ def _read_folder(given: str, folder: Path, *, time: str | None, manifest: Path |
     manifest = manifest or _manifest(folder)
     known = read_manifest(manifest) if manifest else {}
     table = next((each for each in (folder / "metrics.csv", *sorted(folder.glob("*.wandb"))) if each.exists()), None)
-    found = _from_rows(given, *_rows(table), time=time) if table else RunLog(name=given, series={}, times={})
-    series, times, settings = found.series, found.times, found.settings
+    rows, settings = _rows(table) if table else ((), {})
+    notes = [] if rows or not table else [f"{table} is not used: it has no rows."]
+    found = _from_rows(given, rows, settings, time=time) if rows else RunLog(name=given, series={}, times={})
+    series, times, settings = found.series, found.times, flattened(settings)
     of_throughput = known.get("report", {}).get("TokenThroughput", {})
     written = of_throughput.get("step_times")
     exact = folder / written if isinstance(written, str) else folder / "step_times.csv"
     if time is None and exact.exists():
-        times["step_times.csv"] = _from_rows(str(exact), *_rows(exact), time="step_ms").times["a column"]
+        try:
+            times["step_times.csv"] = _from_rows(str(exact), *_rows(exact), time="step_ms").times["a column"]
+        except ValueError:
+            notes.append(f"{exact} is not used: it has no row with a step and its step_ms.")
     if time is None and isinstance(seconds := of_throughput.get("step_s"), float):
         times[_OF_MANIFEST] = Series(np.zeros(1), np.full(1, seconds))
     if any(folder.glob("*.tfevents.*")):
@@ -108,6 +115,8 @@ def _read_folder(given: str, folder: Path, *, time: str | None, manifest: Path |
     if not (series or times or known):
         inside = sorted({each.parent.relative_to(folder).as_posix() for each in folder.glob("*/*") if _is_log(each)})
         cure = f"Name one of its runs, such as {given.rstrip('/')}/{inside[-1]}." if inside else "Name a run's folder."
+        if notes:
+            raise ValueError(" ".join([*notes, "Name a run that logged something."]))
         raise ValueError(
             f"{given} has no metrics.csv, TensorBoard events, .wandb file, step_times.csv or manifest.json. {cure}"
         )
@@ -119,7 +128,7 @@ def _read_folder(given: str, folder: Path, *, time: str | None, manifest: Path |
             if (folder / name).exists():
                 settings |= flattened(_yaml(folder / name))
     settings = {name: value for name, value in settings.items() if not _NO_SETTINGS.fullmatch(name)}
-    return RunLog(name=given, series=series, times=times, settings=settings, manifest=known)
+    return RunLog(name=given, series=series, times=times, settings=settings, manifest=known, notes=notes)
 
 
 def _is_log(path: Path) -> bool:
@@ -159,6 +168,8 @@ def _rows(path: Path) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
 
 def _from_rows(given: str, rows: Sequence[Mapping[str, Any]], settings: dict[str, Any], *, time: str | None) -> RunLog:
     columns = dict.fromkeys(name for row in rows for name in row if name)
+    if not any(value not in ("", None) for row in rows for value in row.values()):
+        raise ValueError(f"{given} has no rows. Name a run that logged something.")
     step = next((name for name in _STEPS if name in columns), None)
     if step is None:
         raise ValueError(

@@ -127,6 +127,31 @@ def test_a_folder_of_this_package(tmp_path):
     assert read_run(str(tmp_path / "manifest-2.json")).manifest == {"run": {"kind": "validate"}}
 
 
+@pytest.mark.parametrize("text", ["step,step_ms\n", "", "a,b\n1,2\n", "step,step_ms\n3,\n"])
+def test_step_times_without_rows_are_not_used(tmp_path, text):
+    write_csv(tmp_path / "metrics.csv", with_column("throughput/step_ms", np.full(10, 300.0)))
+    (tmp_path / "step_times.csv").write_text(text)
+    run = read_run(str(tmp_path))
+    assert [*run.times] == ["throughput/step_ms"]
+    (note,) = run.notes
+    assert "step_times.csv is not used" in note
+
+
+def test_metrics_without_rows_are_not_used(tmp_path):
+    write_csv(tmp_path / "step_times.csv", [{"step": step, "step_ms": 250.0} for step in range(50)])
+    (tmp_path / "metrics.csv").write_text("step,train_loss\n")
+    run = read_run(str(tmp_path))
+    assert [*run.times] == ["step_times.csv"]
+    (note,) = run.notes
+    assert "metrics.csv is not used" in note
+    for path in (tmp_path / "metrics.csv", write_csv(tmp_path / "rows.csv", [{"step": ""}])):
+        with pytest.raises(ValueError, match="has no rows"):
+            read_run(str(path))
+    (tmp_path / "step_times.csv").unlink()
+    with pytest.raises(ValueError, match=r"metrics\.csv is not used"):
+        read_run(str(tmp_path))
+
+
 def test_errors_name_the_file_and_the_fix(tmp_path):
     def refused(path):
         with pytest.raises(ValueError, match=str(path)) as caught:
