@@ -21,8 +21,21 @@ pytestmark = pytest.mark.usefixtures("folder")
         ),
         (2, ["--slower", "1%"], 1, ("FAIL: version_2 against version_0: a typical step is 3.",)),
         (2, ["--slower", "5%"], 0, ("PASS", "at most 5.0 % is allowed")),
-        (3, ["--loss", "0.1"], 1, ("FAIL: version_3 against version_0: train_loss is 2.5", "beyond the band, 0.1")),
-        (3, ["--loss", "50%", "--metric", "train_loss"], 0, ("PASS", "within the band, 0.99")),
+        (3, ["--loss", "0.1"], 1, ("FAIL: version_3 against version_0: train_loss is 2.5", "at most 0.1 worse")),
+        (3, ["--loss", "50%", "--metric", "train_loss"], 0, ("PASS", "at most 0.998 (50 %) worse is allowed")),
+        (3, ["--metric", "train_loss", "--higher-is-better"], 0, ("PASS",)),
+        (
+            1,
+            ["--loss", "0.01"],
+            3,
+            ("CANNOT TELL: version_1 against version_0: train_loss", "logged values would tell"),
+        ),
+        (
+            1,
+            ["--slower", "0.1%"],
+            3,
+            ("CANNOT TELL: version_1 against version_0: a typical step", "allow more by --slower"),
+        ),
     ],
 )
 def test_the_exit_code_and_one_sentence(ups, logs, new, options, code, parts):  # noqa: F811
@@ -40,9 +53,20 @@ def test_json(ups, logs, folder):  # noqa: F811
     assert "train_loss is 2.5" in found["reason"]
 
 
+def test_a_file_that_is_not_used_is_named(ups, logs, folder):  # noqa: F811
+    (folder / logs(1) / "step_times.csv").write_text("step,step_ms\n")
+    done = ups("gate", logs(0), logs(1), "--json", "gate.json")
+    assert done.code == 0
+    (line,) = done.err.splitlines()
+    assert "step_times.csv is not used" in line
+    assert json.loads((folder / "gate.json").read_text())["notes"] == [line]
+
+
 def test_errors_are_short(ups, logs):  # noqa: F811
     assert_short(ups("gate", logs(0)), "gate takes two runs")
     assert_short(ups("gate", logs(0), logs(1), logs(2)), "BASE BASE vs NEW NEW")
     assert_short(ups("gate", logs(0), logs(1), "--slower", "2"), "--slower 2 is not a limit", "--slower 2%")
     assert_short(ups("gate", logs(0), logs(1), "--loss", "much"), "--loss much is not a limit")
     assert_short(ups("gate", logs(0), logs(1), "--metric", "los"), "--metric los is not in all runs")
+    both = ("--higher-is-better", "--lower-is-better")
+    assert_short(ups("gate", logs(0), logs(1), *both), "not allowed with")

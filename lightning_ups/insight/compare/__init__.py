@@ -1,6 +1,6 @@
 """Compare runs by their files: what differed, what effect it had, and whether that is more than noise."""
 
-from lightning_ups.insight.compare.decision import PASS, Band, gate, percent
+from lightning_ups.insight.compare.decision import CANNOT_TELL, FAIL, PASS, Band, gate, percent
 from lightning_ups.insight.compare.differences import (
     MEAN_STEP,
     STEP,
@@ -13,6 +13,8 @@ from lightning_ups.insight.compare.differences import (
 from lightning_ups.insight.compare.reading import read_run
 
 __all__ = [
+    "CANNOT_TELL",
+    "FAIL",
     "MEAN_STEP",
     "PASS",
     "STEP",

@@ -1,12 +1,15 @@
-"""Decide whether a run may replace another: at most so much slower, and its loss within a band."""
+"""Decide whether a run may replace another: at most so much slower, and its loss at most so much worse."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite, isnan, sqrt
+from math import ceil, isfinite, isnan
 
 import numpy as np
 
-from lightning_ups.insight.compare.differences import MEAN_STEP, STEP, Effect, Side, effects
+from lightning_ups.insight.compare.differences import MEAN_STEP, STEP, Effect, Side, effects, kind_of_times
+from lightning_ups.insight.compare.direction import is_higher_better
+from lightning_ups.insight.compare.intervals import Estimate
+from lightning_ups.insight.compare.reading import Series
 
 PASS, FAIL, CANNOT_TELL = "PASS", "FAIL", "CANNOT TELL"
 _LOSSES = ("val_loss", "valid_loss", "val/loss", "train_loss", "train/loss", "loss")
@@ -14,10 +17,14 @@ _LOSSES = ("val_loss", "valid_loss", "val/loss", "train_loss", "train/loss", "lo
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """How much greater a loss may be: a number, or a share of base's loss."""
+    """How much worse a metric may be: a number, or a share of base's value."""
 
     size: float
     relative: bool = False
+
+
+_ALLOWED = Band(0.02, relative=True)  # of steps and of a loss, if nothing is asked for
+_MOST = 30  # times as many steps or runs: what is worth a try
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +36,27 @@ class Decision:
 
 
 def gate(
-    base: Side, new: Side, *, slower: float | None, loss: Band | None, metric: str | None, warmup: int | None = None
+    base: Side,
+    new: Side,
+    *,
+    slower: float | None,
+    loss: Band | None,
+    metric: str | None,
+    higher: bool | None = None,
+    warmup: int | None = None,
 ) -> Decision:
     """Return whether ``new`` passes.
+
+    The interval of each difference decides: within the limit, beyond it, or neither.
 
     Args:
         base: The side to compare with.
         new: The side that may replace it.
         slower: By what share its steps may be slower. None: 0.02, if both sides have step times.
-        loss: By how much its loss may be greater. None: by the noise of the loss, if both sides have a loss.
+        loss: By how much its loss may be worse. None: 2 %, if both sides have a loss.
         metric: The loss. None: the validation loss, else the training loss; without ``loss``, the first with enough
             values to show its noise.
+        higher: Whether a higher value of the metric is better. None: known by its name, or by what monitors it.
         warmup: Steps at the beginning that do not count for speed. None: the first tenth.
 
     Raises:
@@ -67,10 +84,13 @@ def gate(
     decisions = []
     if STEP in found:
         _check_batch(base, new)
-        decisions.append(_speed(found[STEP], found.get(MEAN_STEP), limit=0.02 if slower is None else slower))
+        limit = _ALLOWED.size if slower is None else slower
+        decisions.append(_speed(found[STEP], found.get(MEAN_STEP), limit=limit, runs=_most_runs(base, new)))
     if metric is not None:
-        decisions.append(_loss(found[metric], loss, base, new))
-    return _joined(decisions)
+        if higher is None:
+            higher = is_higher_better(metric, [*base.runs, *new.runs])
+        decisions.append(_loss(found[metric], loss, higher=higher, runs=_most_runs(base, new)))
+    return _joined([*_endings(base, new, metric), *decisions])
 
 
 def percent(share: float, *, sign: bool = False) -> str:
@@ -83,48 +103,105 @@ def _joined(decisions: Sequence[Decision]) -> Decision:
     return Decision(verdict, ", and ".join(one.reason for one in decisions if verdict in (PASS, one.verdict)))
 
 
-def _speed(typical: Effect, mean: Effect | None, *, limit: float) -> Decision:
+def _endings(base: Side, new: Side, metric: str | None) -> Iterator[Decision]:
+    """Yield a decision for each new run that failed, or ended before the runs of base."""
+    for run in new.runs:
+        name = new.name if len(new.runs) == 1 else run.name
+        of_run = run.manifest.get("run", {})
+        if of_run.get("status") == "failed":
+            yield Decision(FAIL, f"{name} failed: {of_run.get('error') or 'its manifest has no error'}")
+            continue
+        of_times = kind_of_times([base, new])
+        for pairs in (
+            [(each.times[of_times], run.times[of_times]) for each in base.runs if of_times],
+            [(each.series[metric], run.series[metric]) for each in base.runs if metric],
+        ):
+            missing = [(first.steps[-1], own.steps[-1]) for first, own in pairs if _is_shorter(own, first)]
+            if missing and len(missing) == len(pairs):
+                last, ended = min(missing)
+                yield Decision(
+                    CANNOT_TELL, f"{name} ended at step {ended:.0f}, and base at {last:.0f}: train both to one step"
+                )
+                break
+
+
+def _is_shorter(series: Series, other: Series) -> bool:
+    """Return whether ``series`` lacks at least one value at its end."""
+    gap = float(np.max(np.diff(series.steps))) if len(series.steps) > 1 else series.steps[0] + 1
+    return bool(other.steps[-1] - series.steps[-1] >= gap)
+
+
+def _most_runs(base: Side, new: Side) -> int:
+    return max(len(base.runs), len(new.runs))
+
+
+def _speed(typical: Effect, mean: Effect | None, *, limit: float, runs: int) -> Decision:
     allowed = f"at most {percent(limit)} is allowed"
     for effect, what in ((typical, "a typical step"), (mean, "the mean step")):
         if effect is not None and effect.difference.low > limit:
             return Decision(FAIL, f"{what} is {_slower(effect)}; {allowed}")
     if typical.difference.high <= limit:
         return Decision(PASS, f"a typical step is {_slower(typical)}; {allowed}")
-    return Decision(CANNOT_TELL, f"a typical step is {_slower(typical)}; {allowed}: run more steps, or several runs")
+    cure = _cure(typical.difference, limit, runs, option="--slower")
+    return Decision(CANNOT_TELL, f"a typical step is {_slower(typical)}; {allowed}: {cure}")
+
+
+def _cure(found: Estimate, limit: float, runs: int, *, option: str) -> str:
+    """Return what would decide a difference whose interval contains the limit, or that has no interval."""
+    is_speed = option == "--slower"
+    if not isfinite(found.low):
+        return "run more steps, or several runs"
+    margin = abs(limit - found.value)
+    times = ceil(((found.high - found.low) / 2 / margin) ** 2) if margin else _MOST + 1
+    if times > _MOST:
+        return f"too noisy for this limit; {'use an idle machine, or ' if is_speed else ''}allow more by {option}"
+    if runs > 1:
+        return f"about {max(runs + 1, times * runs)} runs per side would tell"
+    return f"about {max(2, times)} times as many {'steps' if is_speed else 'logged values'} would tell"
 
 
 def _slower(effect: Effect) -> str:
     value, low, high = effect.difference.value, effect.difference.low, effect.difference.high
     if isnan(value):
-        return "not known, since no step is in both runs"
+        return f"not known ({effect.note})"
     said = f"{percent(abs(value))} {'slower' if value > 0 else 'faster'}"
     if not isfinite(low):
-        return f"{said} by {effect.points} values, too few for an interval"
+        return f"{said} by {_few(effect)}"
     return f"{said} (99 % interval {percent(low, sign=True)} to {percent(high, sign=True)})"
 
 
-def _loss(effect: Effect, band: Band | None, base: Side, new: Side) -> Decision:
-    if effect.verdict == "not finite":
-        return Decision(FAIL, f"{effect.name} is not finite")
+def _few(effect: Effect) -> str:
+    return f"{effect.points} {'value' if effect.points == 1 else 'values'}, too few for an interval"
+
+
+def _loss(effect: Effect, band: Band | None, *, higher: bool, runs: int) -> Decision:
+    if broken := effect.not_finite.get("new") or effect.not_finite.get("base"):
+        what = f"{effect.name} of {broken[0]} is not finite at step {broken[1]:.0f}"
+        is_new = "new" in effect.not_finite
+        return Decision(FAIL, what) if is_new else Decision(CANNOT_TELL, f"{what}: choose another base")
     if not effect.points:
-        return Decision(CANNOT_TELL, f"{effect.name} was logged at no step in both")
-    if band is not None:
-        size, what = band.size * (abs(effect.base) if band.relative else 1), "the band"
-    elif effect.difference.value <= 0:
-        return Decision(PASS, f"{effect.name} is {effect.new:.4g} against {effect.base:.4g}")
-    elif len(base.runs) + len(new.runs) > 2:
-        half = effect.difference.high - effect.difference.value
-        size, what = half, "the band of its seeds"
-    elif isfinite(effect.difference.low):
-        ends = base.runs[0].series[effect.name].values[-effect.points :]
-        size, what = float(np.std(np.diff(ends))) / sqrt(2), "the noise of its points"  # without their trend
-    else:
-        return Decision(CANNOT_TELL, f"{effect.name} has too few values to show its noise: give a band, as --loss 1%")
-    is_within = effect.difference.value <= size
-    where = f"{'within' if is_within else 'beyond'} {what}, {size:.3g}"
-    return Decision(
-        PASS if is_within else FAIL, f"{effect.name} is {effect.new:.4g} against {effect.base:.4g}, {where}"
-    )
+        return Decision(CANNOT_TELL, f"{effect.name} has no step in common: log it at the same steps")
+    limit, allowed = _limit(effect, band or _ALLOWED)
+    said = f"{effect.name} is {effect.new:.4g} against {effect.base:.4g}"
+    low, high = effect.difference.low, effect.difference.high
+    found = Estimate(-effect.difference.value, -high, -low) if higher else effect.difference
+    if isfinite(low):
+        shown = (lambda each: percent(each, sign=True)) if effect.relative else (lambda each: f"{each:+.3g}")
+        said += f" (99 % interval {shown(low)} to {shown(high)}); {allowed}"
+        if found.low <= limit < found.high:
+            return Decision(CANNOT_TELL, f"{said}: {_cure(found, limit, runs, option='--loss')}")
+        return Decision(PASS if found.high <= limit else FAIL, said)
+    if band is None and found.value > 0:
+        return Decision(CANNOT_TELL, f"{said} by {_few(effect)}: log it more often, or give a band such as --loss 1%")
+    return Decision(PASS if found.value <= limit else FAIL, f"{said} by {_few(effect)}; {allowed}")
+
+
+def _limit(effect: Effect, band: Band) -> tuple[float, str]:
+    """Return how much worse the effect may be, in its own unit, and that as a part of a sentence."""
+    level = abs(effect.base)
+    size = band.size * level if band.relative else band.size
+    share = f" ({percent(band.size)})" if band.relative else ""
+    return size / level if effect.relative else size, f"at most {size:.3g}{share} worse is allowed"
 
 
 def _check_batch(base: Side, new: Side) -> None:

@@ -1,10 +1,10 @@
 """What differed between two sides of one or more runs, and what effect that had."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
-from math import exp, isfinite, nan
+from math import exp, inf, isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ EACH_STEP = ("step_times.csv", "a column")
 _SPEED = re.compile(r"(throughput|memory|gpu)/.+|.*(_per_s|_per_sec|_per_second|it_per_s)")
 _REPEATED = re.compile(r"throughput/(step_ms|step_p95_ms|.+_per_s_per_device)")
 _LAST = ("versions", "host", "device", "code", "environment")  # of the settings, for people
+_UNTIMED = 0.05  # of the steps; a clock that shows more steps of 0 s is too coarse
 ABSENT = "(absent)"
 
 
@@ -41,6 +42,7 @@ class Effect:
         points: The steps that both have and that count.
         verdict: ``significant``, ``noise``, ``identical``, ``not finite``, ``not tested``; of metrics with one run
             per side ``beyond batch noise``, since another seed may differ more.
+        not_finite: The runs whose value is not finite, now or later, by side (``base``, ``new``): name and step.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Effect:
     verdict: str
     note: str = ""
     relative: bool = True
+    not_finite: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 
 def effects(base: Side, new: Side, *, warmup: int | None = None) -> list[Effect]:
@@ -68,7 +71,7 @@ def effects(base: Side, new: Side, *, warmup: int | None = None) -> list[Effect]
     speed = [name for name in names if _SPEED.fullmatch(name)]
     metrics = [name for name in names if name not in speed]
     found += [_speed(name, *_common(base, new, lambda run, name=name: run.series[name], warmup)) for name in speed]
-    return found + [_metric(name, *_common(base, new, lambda run, name=name: run.series[name], 0)) for name in metrics]
+    return found + [_metric(name, base, new) for name in metrics]
 
 
 def different_settings(sides: Sequence[Side]) -> dict[str, list[Any]]:
@@ -107,7 +110,16 @@ def _step_times(base: Side, new: Side, warmup: int | None) -> Iterator[Effect]:
     if (kind := kind_of_times([base, new])) is None:
         return
     steps, sides = _common(base, new, lambda run: run.times[kind], warmup)
-    yield _speed(STEP, steps, sides, note=f"from {kind}")
+    is_timed = np.all([np.isfinite(values) & (values > 0) for side in sides for values in side], axis=0)
+    note, without = f"from {kind}", len(steps) - int(is_timed.sum())
+    if without > _UNTIMED * len(steps):
+        note += f": {without} of {len(steps)} steps take 0 s"
+        yield Effect(STEP, nan, nan, Estimate(nan), 0, "not tested", note)
+        return
+    if without:
+        note += f", {without} steps of 0 s left out"
+        steps, sides = steps[is_timed], [[values[is_timed] for values in side] for side in sides]
+    yield _speed(STEP, steps, sides, note=note)
     if kind in EACH_STEP and len(steps):
         mean = float(np.mean(sides[0]))
         found, *levels = _difference([[values / mean for values in side] for side in sides], typical=False)
@@ -129,24 +141,40 @@ def _speed(name: str, steps: Array, sides: list[list[Array]], note: str = "") ->
     return Effect(name, levels[0], levels[1], found, len(steps), verdict, note, relative=relative)
 
 
-def _metric(name: str, steps: Array, sides: list[list[Array]]) -> Effect:
+def _metric(name: str, base: Side, new: Side) -> Effect:
     """Compare the means over the last tenth of the steps, at least 10 of them and at most half."""
-    if not len(steps):
-        return Effect(name, nan, nan, Estimate(nan), 0, "not tested", "no step in common", relative=False)
+    steps, sides = _common(base, new, lambda run: run.series[name], 0)
     kept = max(1, min(len(steps) // 2, max(10, len(steps) // 10)))
+    broken = _not_finite(name, base, new, since=steps[-kept] if len(steps) else -inf)
+    note = ", ".join(f"{run} is not finite at step {step:.0f}" for run, step in broken.values())
+    if not len(steps):
+        verdict = "not finite" if broken else "not tested"
+        note = note or "no step in common"
+        return Effect(name, nan, nan, Estimate(nan), 0, verdict, note, relative=False, not_finite=broken)
     ends = [[values[-kept:] for values in side] for side in sides]
     found, *levels = _difference(ends, typical=False)
-    verdict, note = _verdict(found, alone=False), ""
+    verdict = _verdict(found, alone=False)
     if _alone(sides):
         verdict = "beyond batch noise" if verdict == "significant" else verdict
         differs = ~np.isclose(sides[0][0], sides[1][0], rtol=0, atol=0, equal_nan=True)
         if not differs.any():
             verdict, found = "identical", Estimate(0.0, 0.0, 0.0)
         elif differs.argmax():
-            note = f"identical before step {steps[differs.argmax()]:.0f}"
-    if not all(np.isfinite(values).all() for side in ends for values in side):
-        verdict = "not finite"
-    return Effect(name, levels[0], levels[1], found, kept, verdict, note, relative=False)
+            note = note or f"identical before step {steps[differs.argmax()]:.0f}"
+    verdict = "not finite" if broken else verdict
+    return Effect(name, levels[0], levels[1], found, kept, verdict, note, relative=False, not_finite=broken)
+
+
+def _not_finite(name: str, base: Side, new: Side, *, since: float) -> dict[str, tuple[str, float]]:
+    """Return the run of each side that is the first with a value that is not finite, and the step."""
+    found: dict[str, tuple[str, float]] = {}
+    for key, side in (("base", base), ("new", new)):
+        for run in side.runs:
+            series = run.series[name]
+            steps = series.steps[~np.isfinite(series.values) & (series.steps >= since)]
+            if len(steps) and (key not in found or steps[0] < found[key][1]):
+                found[key] = (side.name if len(side.runs) == 1 else run.name, float(steps[0]))
+    return found
 
 
 def _difference(sides: list[list[Array]], *, typical: bool = True) -> tuple[Estimate, float, float]:

@@ -3,12 +3,12 @@ import pytest
 
 from lightning_ups.insight.compare.decision import CANNOT_TELL, FAIL, PASS, Band, gate, percent
 from lightning_ups.insight.compare.differences import Side
-from tests.insight.compare.synthetic import losses, run, step_times
+from tests.insight.compare.synthetic import losses, run, series, step_times
 
 
-def decided(base, new, *, slower=None, loss=None, metric=None):
+def decided(base, new, *, slower=None, loss=None, metric=None, higher=None):
     base, new = (each if isinstance(each, list) else [each] for each in (base, new))
-    return gate(Side("base", base), Side("new", new), slower=slower, loss=loss, metric=metric)
+    return gate(Side("base", base), Side("new", new), slower=slower, loss=loss, metric=metric, higher=higher)
 
 
 def steady(seed, factor=1.0):
@@ -31,7 +31,8 @@ def test_noise_that_could_hide_the_limit_cannot_pass():
     assert decided(run(times=base), run(times=new)).verdict == CANNOT_TELL
     few = decided(run(times=base[:5]), run(times=new[:5]))
     assert few.verdict == CANNOT_TELL
-    assert "too few for an interval" in few.reason
+    assert "4 values, too few for an interval" in few.reason
+    assert "1 value, too few for an interval" in decided(run(times=base[:1]), run(times=new[:1])).reason
 
 
 def test_stalls_fail():
@@ -51,15 +52,115 @@ def test_a_band_is_one_sided_and_absolute_or_relative():
     assert decided(new, base, loss=Band(0.0)).verdict == PASS  # better
 
 
-def test_without_a_band_the_noise_is_the_band():
-    assert decided(run(loss=losses(0)), run(loss=losses(1))).verdict == PASS
+def test_without_a_band_two_percent_are_allowed():
+    assert decided(run(loss=losses(0)), run(loss=losses(1, noise=0.02))).verdict == PASS
     assert decided(run(loss=losses(0)), run(loss=losses(1, end=2.2))).verdict == FAIL
-    seeds = [run(loss=losses(seed, end=2 + 0.1 * (seed % 3))) for seed in range(6)]
-    assert decided(seeds[:3], seeds[3:]).verdict == PASS
-    worse = [run(loss=losses(seed, end=3 + 0.1 * (seed % 3))) for seed in range(3)]
-    decision = decided(seeds[:3], worse)
+    decision = decided(run(loss=losses(0)), run(loss=losses(1, end=2.05)))
+    assert decision.verdict == CANNOT_TELL
+    assert "(2.0 %) worse is allowed" in decision.reason
+
+
+def seeds(end, *, spread=0.004, first=0):
+    return [run(loss=losses(first + seed, end=end + spread * (seed % 3 - 1), noise=0.01)) for seed in range(3)]
+
+
+def test_several_runs_are_decided_by_the_interval_of_their_difference():
+    assert decided(seeds(2.0), seeds(2.0, first=3)).verdict == PASS
+    assert decided(seeds(2.0), seeds(2.7, first=3)).verdict == FAIL
+    assert decided(seeds(2.0), seeds(1.7, first=3)).verdict == PASS
+
+
+def test_the_more_seeds_differ_the_less_passes():
+    for end in (2.0, 2.05):
+        decision = decided(seeds(2.0, spread=0.5), seeds(end, spread=0.5, first=3))
+        assert decision.verdict == CANNOT_TELL
+        assert "allow more by --loss" in decision.reason
+    assert decided(seeds(2.0, spread=0.5), seeds(2.7, spread=0.5, first=3), loss=Band(0.1)).verdict == CANNOT_TELL
+    assert decided(seeds(2.0, spread=0.5), seeds(2.7, spread=0.5, first=3), loss=Band(5.0)).verdict == PASS
+
+
+def test_cannot_tell_names_what_would_help():
+    loss = decided(run(loss=losses(0)), run(loss=losses(1)), loss=Band(0.02))
+    assert loss.verdict == CANNOT_TELL
+    assert "about 7 times as many logged values would tell" in loss.reason
+    speed = decided(*(run(times=factor * steady(seed)) for seed, factor in enumerate((1, 1.0187))))
+    assert speed.verdict == CANNOT_TELL
+    assert "times as many steps would tell" in speed.reason
+    few = decided(seeds(2.0, spread=0.02), seeds(2.0, spread=0.02, first=3))
+    assert few.verdict == CANNOT_TELL
+    assert "runs per side would tell" in few.reason
+
+
+@pytest.mark.parametrize("metric", ["val_acc", "score"])
+def test_a_higher_accuracy_passes_and_a_lower_one_fails(metric):
+    values = [np.full(50, level) + 0.001 * np.random.default_rng(0).normal(size=50) for level in (0.9, 0.1)]
+    good, bad = (run(settings={"a/monitor": "score", "a/mode": "max"}, **{metric: each}) for each in values)
+    assert decided(good, bad, metric=metric).verdict == FAIL
+    assert decided(bad, good, metric=metric).verdict == PASS
+    assert decided(good, bad, metric=metric, higher=False).verdict == PASS
+    assert decided(good, bad, metric=metric, loss=Band(0.9)).verdict == PASS
+    assert decided(good, bad, metric=metric, loss=Band(0.5, relative=True)).verdict == FAIL
+
+
+def test_an_unknown_direction_is_not_guessed():
+    sides = run(score=losses(0)), run(score=losses(1))
+    with pytest.raises(ValueError, match="--higher-is-better"):
+        decided(*sides, metric="score")
+    assert decided(*sides, metric="score", higher=True, loss=Band(1.0)).verdict == PASS
+
+
+def test_a_rate_is_compared_by_its_ratio_whatever_the_band():
+    fast, slow = (run(**{"throughput/tokens_per_s": level + np.arange(50) % 2}) for level in (1000, 900))
+    for band in (Band(0.05, relative=True), Band(50.0)):
+        assert decided(fast, slow, metric="throughput/tokens_per_s", loss=band).verdict == FAIL
+        assert decided(slow, fast, metric="throughput/tokens_per_s", loss=band).verdict == PASS
+    assert decided(fast, slow, metric="throughput/tokens_per_s", loss=Band(150.0)).verdict == PASS
+
+
+def test_a_run_that_ended_early_does_not_pass():
+    base, new = losses(0), losses(1)
+    decision = decided(run(loss=base), run(loss=new[:300]), loss=Band(1.0))
+    assert decision.verdict == CANNOT_TELL
+    assert "ended at step 299" in decision.reason
+    assert "399" in decision.reason
+    assert decided(run(loss=base[:300]), run(loss=new), loss=Band(1.0)).verdict == PASS
+    assert decided(run(times=steady(0)), run(times=steady(1)[:500])).verdict == CANNOT_TELL
+    assert decided(run(times=steady(0)), run(times=1.1 * steady(1)[:500])).verdict == FAIL  # slow in any case
+    assert decided(run(loss=base), [run(loss=new), run(loss=new[:200])], loss=Band(1.0)).verdict == CANNOT_TELL
+    every = run(loss=series(base[::10], every=10)), run(loss=series(new[::50], every=50))
+    assert decided(*every, loss=Band(1.0)).verdict == PASS  # it is only logged less often
+
+
+def test_a_run_that_failed_does_not_pass():
+    manifest = {"run": {"status": "failed", "error": "OutOfMemoryError: 3 GiB"}}
+    decision = decided(run(loss=losses(0)), run(loss=losses(1), manifest=manifest), loss=Band(1.0))
     assert decision.verdict == FAIL
-    assert "the band of its seeds" in decision.reason
+    assert "OutOfMemoryError: 3 GiB" in decision.reason
+
+
+def test_a_value_that_is_not_finite_is_blamed_on_its_side():
+    broken = losses(0, count=450)
+    broken[430:] = np.nan
+    for base, new, verdict, name in (
+        (losses(1), broken, FAIL, "new"),  # after the last step of base
+        (broken, losses(1, count=450), CANNOT_TELL, "base"),
+        (broken, broken, FAIL, "new"),
+    ):
+        decision = decided(run(loss=base), run(loss=new), loss=Band(1.0))
+        assert decision.verdict == verdict
+        assert f"loss of {name}" in decision.reason
+        assert "not finite at step 430" in decision.reason
+
+
+def test_step_times_of_zero_are_no_times():
+    base, new = steady(0), steady(1, 1.1)
+    new[100:110] = 0
+    assert decided(run(times=base), run(times=new)).verdict == FAIL
+    assert decided(run(times=new), run(times=base)).verdict == PASS
+    coarse = np.where(np.arange(600) % 3, 0.0, 1.0)
+    decision = decided(run(times=coarse), run(times=base))
+    assert decision.verdict == CANNOT_TELL
+    assert "0 s" in decision.reason
 
 
 def test_few_values_show_no_noise():

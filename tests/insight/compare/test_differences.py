@@ -108,6 +108,32 @@ def test_a_loss_that_is_not_finite():
     assert compared(run(loss=losses(0)), run(loss=values))["loss"].verdict == "not finite"
 
 
+def test_a_loss_that_is_not_finite_after_the_last_common_step():
+    values = losses(0, count=450)
+    values[440:] = np.inf
+    effect = compared(run(loss=losses(1)), run(loss=values))["loss"]
+    assert effect.verdict == "not finite"
+    assert effect.note == "new is not finite at step 440"
+    values[440:], values[100] = 2.0, np.nan
+    assert compared(run(loss=losses(1)), run(loss=values))["loss"].verdict == "noise"  # it recovered
+
+
+def test_step_times_are_compared_by_their_ratio_without_steps_of_zero():
+    base, new = step_times(0), 1.1 * step_times(1)
+    new[300:310] = 0
+    base[100] = np.nan
+    found = compared(run(times=base), run(times=new))
+    for name in (STEP, MEAN_STEP):
+        assert found[name].relative
+        assert found[name].difference.value == pytest.approx(0.1, abs=0.02 if name == STEP else 0.05)
+    assert "11 steps of 0 s left out" in found[STEP].note
+    coarse = np.where(np.arange(600) % 3, 0.0, 1.0)
+    found = compared(run(times=coarse), run(times=base))
+    assert found[STEP].verdict == "not tested"
+    assert "0 s" in found[STEP].note
+    assert MEAN_STEP not in found
+
+
 def test_few_values_are_not_tested():
     assert compared(run(val_loss=[3.0, 2.0, 1.0]), run(val_loss=[3.0, 2.0, 1.1]))["val_loss"].verdict == "not tested"
 

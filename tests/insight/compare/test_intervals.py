@@ -3,8 +3,9 @@ import math
 import numpy as np
 import pytest
 
+from lightning_ups.insight.compare.differences import FLOOR
 from lightning_ups.insight.compare.intervals import Estimate, groups, paired
-from tests.insight.compare.synthetic import step_times
+from tests.insight.compare.synthetic import NOISES, step_times
 
 
 def test_an_estimate_without_an_interval_excludes_nothing():
@@ -35,6 +36,33 @@ def test_the_interval_contains_the_truth_about_as_often_as_it_says(count):
     pairs = [[np.log(step_times(2 * i + j, count=count)[count // 10 :]) for j in (0, 1)] for i in range(150)]
     missed = sum(paired(base, new).excludes(0) for base, new in pairs)
     assert missed <= 6  # of 150; one in a hundred is meant, and drift is not quite noise
+
+
+@pytest.mark.parametrize(
+    ("noise", "most_alarms", "fewest_found"),  # of 200
+    [
+        ("white", 6, 190),
+        ("correlated", 6, 80),
+        ("strongly correlated", 8, 10),
+        ("heavy tails", 6, 190),
+        ("trend", 4, 170),
+        ("validation", 6, 190),
+        ("bursts", 6, 0),
+        ("two modes", 6, 190),
+        ("batches", 6, 190),
+        ("walk", 60, 180),  # where the speed of a run wanders as far, equal runs do differ
+    ],
+)
+def test_false_alarms_are_rare_and_three_percent_are_found(noise, most_alarms, fewest_found):
+    alarms = found = 0
+    for index in range(200):
+        rng = np.random.default_rng([len(noise), index])
+        base, new = (np.log(NOISES[noise](rng, 600)[60:]) for _ in range(2))
+        estimate, slower = paired(base, new), paired(base, new + math.log(1.03))
+        alarms += estimate.excludes(0) and abs(estimate.value) >= FLOOR
+        found += slower.low > 0 and slower.value >= FLOOR
+    assert alarms <= most_alarms
+    assert found >= fewest_found
 
 
 def test_rare_outliers_do_not_move_the_typical_value_but_the_mean():
