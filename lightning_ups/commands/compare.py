@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from lightning_ups.config.output import WIDTH
 from lightning_ups.config.suggestions import parse_options
 from lightning_ups.insight.compare import (
     MEAN_STEP,
@@ -38,17 +37,8 @@ _MOST = 40  # settings on a screen; the JSON file has all
 _LONGEST = 60  # characters of a setting
 _NUMBERS = ("difference", "99 % interval", "verdict")
 _STYLES = {"significant": "bold yellow", "beyond batch noise": "yellow", "not finite": "bold red"}
-_ALONE = (
-    "One run per side: the intervals contain the noise within these runs. Not the noise between runs: another start may"
-    " be faster or slower (so that less than 1 % counts as noise), and another seed may end with another loss. Several"
-    " runs per side show both: compare A0 A1 A2 vs B0 B1 B2."
-)
+_ALONE = "One run per side: the noise between runs or seeds is not known. Give several: compare A0 A1 A2 vs B0 B1 B2."
 _FEW = "not tested: fewer than 8 values in common, too few for an interval. Log more often, or run more steps."
-_NO_TIMES = (
-    "Step times are not compared: not all runs have them. TokenThroughput() writes them next to the logs; a logged"
-    " column such as step_time_s or time will do (another name: --time NAME)."
-)
-_NO_SETTINGS = "Settings are not compared: RunManifest() did not write a manifest.json in all runs, or only in some."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -148,18 +138,36 @@ def _finite(value: Any) -> Any:
 
 
 def _notes(sides: _Sides, found: _Found) -> Iterator[str]:
-    every = [effect for of in found.values() for effect in of]
-    if any(len(side.runs) == 1 for side in sides):
-        yield _ALONE
-    if any(effect.verdict == "not tested" for effect in every):
-        yield _FEW
-    if not all(of and of[0].name == STEP for of in found.values()):
-        yield _NO_TIMES
     runs = [run for side in sides for run in side.runs]
-    if not all(run.settings for run in runs) or len({bool(run.manifest) for run in runs}) > 1:
-        yield _NO_SETTINGS
+    every = [effect for of in found.values() for effect in of]
+    pairs = [[side for side in (sides[0], new) if len(side.runs) == 1] for new in sides[1:]]
+    if any(len(single) == 2 for single in pairs):
+        yield _ALONE
+    if name := next((single[0].name for single in pairs if len(single) == 1), None):
+        yield f"{name} is one run: the noise between runs is taken from the spread of the other side alone."
+    if any(effect.verdict == "not tested" and effect.points for effect in every):
+        yield _FEW
+    if apart := dict.fromkeys(effect.name for effect in every if effect.note == "no step in common"):
+        yield f"No step in common: {_some(apart)}. Compare runs that log this at the same steps."
+    if not all(any(effect.name not in (STEP, MEAN_STEP) for effect in of) for of in found.values()):
+        yield f"No metric in common: {', '.join(f'{run.name} has {_some(run.series)}' for run in runs)}."
+    if not all(of and of[0].name == STEP for of in found.values()):
+        missing = next((run.name for run in runs if not run.times), None)
+        why = f"{missing} has none" if missing else "the runs have them from different sources"
+        yield f"Step times are not compared: {why}. TokenThroughput() writes them; --time NAME names a logged column."
+    with_manifest, without = ([run.name for run in runs if bool(run.manifest) is has] for has in (True, False))
+    if missing := next((run.name for run in runs if not run.settings), None):
+        yield f"Settings are not compared: {missing} has no manifest.json, hparams.yaml or config.yaml."
+    elif with_manifest and without:
+        yield f"Settings are not compared: {with_manifest[0]} has a manifest.json, {without[0]} has not."
     if len({str(run.manifest.get("batch", {}).get("size")) for run in runs if run.manifest}) > 1:
         yield "The batches differ in size: compare rates (per_s), not step times."
+    yield from (note for run in runs for note in run.notes)
+
+
+def _some(names: Iterable[str]) -> str:
+    names = [*names]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "") if names else "none"
 
 
 def _print(sides: _Sides, settings: _Settings, found: _Found, notes: Sequence[str]) -> None:
@@ -167,12 +175,14 @@ def _print(sides: _Sides, settings: _Settings, found: _Found, notes: Sequence[st
     rows = [(name, *map(_short, values)) for name, values in settings.items()]
     _print_table(console, "What differed", ("setting", *(side.name for side in sides)), rows[:_MOST])
     if len(rows) > _MOST or not rows:
-        console.print(f"  and {len(rows) - _MOST} more: --json FILE lists all" if rows else "  no stored setting")
+        console.print(
+            f"  and {len(rows) - _MOST} more: --json FILE lists all" if rows else "  no stored setting differs"
+        )
     for name, of in found.items():
         head = ("", sides[0].name, name, *_NUMBERS, "")
         _print_table(console, f"Effect of {name} against {sides[0].name}", head, [_row(effect) for effect in of])
     for note in notes:
-        console.print(f"\n{textwrap.fill(note, min(WIDTH, console.width))}", markup=False)
+        console.print(f"\n{textwrap.fill(note, console.width)}", markup=False)
 
 
 def _print_table(console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -100,6 +100,45 @@ def test_errors_are_short(ups, logs, folder):  # noqa: F811
     assert_short(ups("compare", logs(0), logs(1), "--time", "dt"), "has no column 'dt'")
 
 
+def notes(done):
+    """Return the lines below the tables."""
+    assert done.code == 0, done.err
+    return done.out.rpartition("\n\n")[0].partition("Effect of")[2].split("\n\n")[1:] + done.out.split("\n\n")[-1:]
+
+
+def test_notes_take_one_line_each_and_fit_the_runs(ups, logs, folder):  # noqa: F811
+    def noted(*words):
+        lines = [line for note in notes(ups("compare", *words)) for line in note.strip().splitlines()]
+        assert all(len(line) <= 200 for line in lines)
+        return lines
+
+    (alone,) = noted(logs(0), logs(1))
+    assert alone.startswith("One run per side")
+    (mixed,) = noted(logs(0), "vs", logs(1), logs(2))
+    assert mixed.startswith("version_0 is one run")
+    (folder / logs(0) / "hparams.yaml").unlink()
+    (folder / logs(1) / "step_times.csv").write_text("step,step_ms\n")
+    assert noted(logs(0), logs(1))[1:] == [
+        "Settings are not compared: lightning_logs/version_0 has no manifest.json, hparams.yaml or config.yaml.",
+        "lightning_logs/version_1/step_times.csv is not used: it has no row with a step and its step_ms.",
+    ]
+    (folder / logs(1) / "manifest.json").write_text(json.dumps({"run": {"kind": "fit"}, "seed": 1}))
+    assert noted(logs(1), logs(2))[1].startswith("Settings are not compared: lightning_logs/version_1 has a manifest")
+
+
+def test_runs_without_a_common_step_or_metric(ups, folder):  # noqa: F811
+    for name, first, loss in (("a", 0, "train_loss"), ("b", 100, "train_loss"), ("c", 0, "loss")):
+        lines = [f"{step},{2 + step % 2}" for step in range(first, first + 50)]
+        (folder / f"{name}.csv").write_text("\n".join([f"step,{loss}", *lines]) + "\n")
+    done = ups("compare", "a.csv", "b.csv")
+    assert "no step in common" in " ".join(row(done.out, "train_loss"))
+    assert "No step in common: train_loss" in done.out
+    assert "fewer than 8" not in done.out
+    assert "Step times are not compared: a.csv has none" in done.out
+    done = ups("compare", "a.csv", "c.csv")
+    assert "No metric in common: a.csv has train_loss, c.csv has loss." in done.out
+
+
 class Logged(Net):
     @override
     def training_step(self, batch, index):
