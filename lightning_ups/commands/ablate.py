@@ -18,6 +18,7 @@ from lightning_ups.commands.base_run import (
     parsed,
     parts_of_preset,
     store_of,
+    undisturbed,
     write_new,
 )
 from lightning_ups.config.layers import read
@@ -92,6 +93,7 @@ def search(
     if not parts:
         raise ValueError("There is nothing to add: the run has no preset. Give --with A.yaml, or --preset auto.")
     devices, per_trial = base.devices(None)
+    devices = undisturbed(devices, per_trial, workers=base.workers)
     with Engine(
         store=store_of(store, fresh=fresh), identity=base.identity, devices=devices, per_trial=per_trial
     ) as engine:

@@ -15,7 +15,7 @@ import torch
 import yaml
 from lightning.pytorch.plugins import Precision
 
-from lightning_ups._compat.environment import host, relevant_variables, versions
+from lightning_ups._compat.environment import host, relevant_variables, usable_cores, versions
 from lightning_ups.config import presets
 from lightning_ups.config.classes import class_name
 from lightning_ups.config.command_line import read_command_line
@@ -69,7 +69,17 @@ class BaseRun:
 
     def configuration(self, *fragments: str, preset: str | None) -> Configuration:
         """Return the run with fragments and a preset; None: no preset."""
-        return Configuration(words=self.words, preset=preset or "none", fragments=fragments)
+        # A trial sees only its own GPUs, which have other indices there.
+        count = ["--trainer.devices", str(self.requested.run.num_devices)] if self._indices else []
+        return Configuration(words=[*self.words, *count], preset=preset or "none", fragments=fragments)
+
+    @property
+    def _indices(self) -> list[int]:
+        """The indices of the GPUs that the run asks for; empty: it asks for a number."""
+        given = self.requested.config["trainer"]["devices"]
+        if isinstance(given, str) and "," in given:
+            given = [index for index in given.split(",") if index.strip()]
+        return [int(index) for index in given] if isinstance(given, list | tuple) else []
 
     @property
     def explicit(self) -> dict[str, Any]:
@@ -88,6 +98,12 @@ class BaseRun:
         return found
 
     @property
+    def typed(self) -> list[str]:
+        """The user's settings that are options of the command line, by dotted key."""
+        layers = [layer for layer in self.layers if layer.name == "the command line"]
+        return [key.replace(".init_args.", ".") for layer in layers for key, _ in leaves(layer.tree)]
+
+    @property
     def sets_precision(self) -> bool:
         """Whether the user chose the precision."""
         return any(
@@ -95,6 +111,12 @@ class BaseRun:
             or any(_is_precision(item) for key in ("plugins", "plugins+") for item in _listed(layer.tree, key))
             for layer in self.layers
         )
+
+    @property
+    def workers(self) -> int:
+        """The loader workers of a process, as far as the datamodule says."""
+        count = section(self.requested.config, "data", "init_args").get("num_workers")
+        return count if type(count) is int else 0
 
     def devices(self, count: int | None) -> tuple[list[str], int]:
         """Return the names of the GPUs that trials may use, at most ``count``, and how many one trial needs.
@@ -109,13 +131,21 @@ class BaseRun:
             )
         if run.accelerator != "cuda" or not torch.cuda.is_available():
             return [], run.num_devices
-        found = visible_devices(min(count or run.num_devices, torch.cuda.device_count()))
+        every = visible_devices(torch.cuda.device_count())
+        asked = [every[index] for index in self._indices if index < len(every)]
+        found = [*asked, *(name for name in every if name not in asked)][: count or run.num_devices]
         if len(found) < run.num_devices:
             raise ValueError(
                 f"The run needs {run.num_devices} GPUs, and {len(found)} may be used."
                 f" Give --trainer.devices {len(found)}, or more --devices."
             )
         return found, run.num_devices
+
+
+def undisturbed(names: Sequence[str], per_trial: int, *, workers: int) -> list[str]:
+    """Return the GPUs for as many trials at once as have cores of their own for each process and its loader workers."""
+    at_once = max(1, usable_cores() // (per_trial * (1 + max(workers, 1))))
+    return [*names[: at_once * per_trial]]
 
 
 def base_of(parse: Parse, words: Sequence[str]) -> BaseRun:

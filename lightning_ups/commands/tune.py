@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import sys
 import time
 from argparse import ArgumentParser
@@ -20,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 
 from lightning_ups._compat.contexts import only_from
+from lightning_ups._compat.environment import usable_cores
 from lightning_ups._compat.optional.packages import has
 from lightning_ups.commands.base_run import (
     BaseRun,
@@ -29,11 +29,12 @@ from lightning_ups.commands.base_run import (
     base_of,
     parsed,
     store_of,
+    undisturbed,
     write_new,
 )
 from lightning_ups.commands.plan import planner_of, this_device
 from lightning_ups.config.output import note, shell_word, short_path
-from lightning_ups.insight.memory import GIB, Uncountable
+from lightning_ups.insight.memory import GIB
 from lightning_ups.insight.tune import (
     Choice,
     Configuration,
@@ -105,11 +106,17 @@ def search(
     deadline = time.monotonic() + 60 * minutes
     base = base_of(parse, words)
     names, per_trial = base.devices(devices)
-    facts = _situation(base, most=max(len(names), 1), objective=objective, keeps_global_batch=keep_global_batch)
+    most = max(len(names), 1)
+    per_trial = most if objective == "cost" else per_trial
+    names = undisturbed(names, per_trial, workers=base.workers)
+    facts = _situation(base, most=most, objective=objective, keeps_global_batch=keep_global_batch)
     space = Space(facts)
     note(f"tune: {len(space.settings)} axes, {space.size:,} choices: {', '.join(space.settings) or 'none'}")
     if space.fixed:
         note(f"tune: fixed by your settings: {', '.join(space.fixed)}")
+    if facts.typed_counts and type(facts.data.get("batch_size")) is int:
+        options = ", ".join(f"--{key}" for key in facts.typed_counts)
+        note(f"tune: the microbatch stays, since no file can replace options: {options}. Move them into a file.")
     accelerator = accelerator_of_preset(base)
 
     def configuration(choice: Choice) -> Configuration:
@@ -117,7 +124,6 @@ def search(
         return base.configuration(*([text_of(tree)] if tree else []), preset=None)
 
     kept = store_of(store, fresh=fresh)
-    per_trial = len(names) if objective == "cost" and names else per_trial
     with (
         Engine(store=kept, identity=base.identity, devices=names, per_trial=per_trial) as engine,
         _shown() as show,
@@ -158,11 +164,12 @@ def _situation(base: BaseRun, *, most: int, objective: Objective, keeps_global_b
         sets_precision=base.sets_precision,
         data=dict(data.get("init_args") or {}),
         trainer=config["trainer"],
+        typed=base.typed,
         optimizer=base.requested.optimizer,
         accumulated=int(config["trainer"].get("accumulate_grad_batches") or 1),
         objective=objective,
         keeps_global_batch=keeps_global_batch,
-        cores=max(1, len(os.sched_getaffinity(0)) // max(1, run.num_devices)),
+        cores=max(1, usable_cores() // max(1, most)),
         has_torchao=has("torchao"),
     )
 
@@ -172,7 +179,7 @@ def _refused(parse: Parse, configuration: Configuration) -> str | None:
     try:
         with redirect_stderr(StringIO()), only_from(logging.ERROR, "lightning"):  # notes of each of many runs
             requested = parse(configuration.all_words)
-    except (ValueError, RuntimeError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001  (of the user's constructors too: it costs one row)
         return f"refused: {error}"
     if found := next(iter(refusals(requested.run)), None):
         return f"refused: {found.text(requested.run)}"
@@ -181,8 +188,8 @@ def _refused(parse: Parse, configuration: Configuration) -> str | None:
     try:
         planner, _ = planner_of(requested, device=device, prepares_data=False)
         size = planner.moment(planner.declared).total
-    except (Uncountable, ValueError, RuntimeError):
-        return None  # it is tried
+    except Exception:  # noqa: BLE001  (fake tensors meet the user's code: it is tried)
+        return None
     usable = planner.usable or 0
     # A plan may be a few percent too high: what is near the limit is tried.
     return None if size <= 1.1 * usable else f"does not fit: plan counts {gib(size)} of {gib(usable)}"

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from lightning_ups.cli import _RequestedRunCLI
+from lightning_ups.commands import base_run
 from lightning_ups.commands.base_run import (
     accelerator_of_preset,
     add_common_options,
@@ -146,3 +147,36 @@ def test_an_output_that_cannot_be_written_is_refused_before_a_trial(tmp_path, ca
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert store_of(None, fresh=False) is None
     assert "not kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", [[2, 3], "2,3"])
+def test_gpus_that_the_run_names_are_those_of_its_trials(monkeypatch, form):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "a GPU")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,MIG-d")
+    found = base(trainer={"accelerator": "cuda", "devices": form})
+    assert found.devices(None) == (["GPU-c", "MIG-d"], 2)
+    assert found.devices(4) == (["GPU-c", "MIG-d", "GPU-a", "GPU-b"], 2)
+    words = found.configuration("flags: {tf32: true}", preset=None).all_words
+    requested = parse(words)
+    assert requested.run.num_devices == 2
+    found = base(trainer={"accelerator": "cuda", "devices": 2})
+    assert found.devices(None) == (["GPU-a", "GPU-b"], 2)
+    assert "--trainer.devices" not in found.configuration(preset=None).words
+
+
+def test_a_given_option_for_devices_gives_way_in_trials(monkeypatch):
+    found = base("--trainer.devices=[3]", trainer={"accelerator": "cpu"})
+    assert parse(found.configuration(preset=None).all_words).run.num_devices == 1
+    assert found.typed == ["trainer.devices"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "per_trial", "count"),
+    [(64, 4, 1, 8), (16, 4, 1, 3), (8, 0, 1, 4), (4, 8, 1, 1), (16, 3, 4, 4)],
+)
+def test_trials_at_once_have_cores_of_their_own(monkeypatch, cores, workers, per_trial, count):
+    monkeypatch.setattr(base_run, "usable_cores", lambda: cores)
+    names = [str(index) for index in range(8)]
+    assert len(base_run.undisturbed(names, per_trial, workers=workers)) == count

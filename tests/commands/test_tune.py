@@ -251,9 +251,12 @@ def test_the_facts_of_a_run_decide_its_axes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tune, "Engine", Table)
     monkeypatch.setattr(tune, "Space", space)
     settings = {**BASE, "optimizer": {"class_path": "AdamW", "init_args": {"fused": False, "lr": 0.1}}}
-    run(tmp_path, monkeypatch, "--keep-global-batch", "--trainer.accumulate_grad_batches=2", settings=settings)
+    settings["trainer"] = {**BASE["trainer"], "accumulate_grad_batches": 2}
+    run(tmp_path, monkeypatch, "--keep-global-batch", settings=settings)
     assert isinstance(seen[0], Situation)
     assert (seen[0].batch, seen[0].accumulated, seen[0].on_gpu) == (4, 2, False)
     error = capsys.readouterr().err
     assert "microbatch" in error
     assert "tune: fixed by your settings: optimizer step" in error
+    run(tmp_path, monkeypatch, "--keep-global-batch", "--data.batch_size=4", settings=settings)
+    assert "microbatch stays, since no file can replace options: --data.batch_size" in capsys.readouterr().err

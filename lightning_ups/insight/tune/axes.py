@@ -14,6 +14,17 @@ Objective = Literal["throughput", "memory", "cost"]
 Choice = Mapping[str, str]  # the name of a setting for each axis
 
 
+# Counts of batches. `log_every_n_steps`, `max_steps` and schedulers count optimizer steps.
+_IN_BATCHES = (
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "val_check_interval",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Situation:
     """The facts that decide which axes and settings apply.
@@ -27,6 +38,7 @@ class Situation:
         sets_precision: Whether the user chose the precision.
         data: The settings of the datamodule, with defaults.
         trainer: The settings of the Trainer, with defaults.
+        typed: The user's settings that are options of the command line, which no file can replace.
         optimizer: The class of the section ``optimizer``.
         accumulated: Microbatches in an optimizer step.
         objective: What is improved.
@@ -43,6 +55,7 @@ class Situation:
     sets_precision: bool = False
     data: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
+    typed: Sequence[str] = ()
     optimizer: str | None = None
     accumulated: int = 1
     objective: Objective = "throughput"
@@ -55,7 +68,14 @@ class Situation:
         """The microbatch, if it may be changed at a fixed global batch."""
         size = self.data.get("batch_size")
         is_given = any(key in self.explicit for key in ("data.batch_size", "trainer.accumulate_grad_batches"))
-        return size if type(size) is int and (self.keeps_global_batch or not is_given) else None
+        may_change = not self.typed_counts and (self.keeps_global_batch or not is_given)
+        return size if type(size) is int and may_change else None
+
+    @property
+    def typed_counts(self) -> list[str]:
+        """The options of the command line that would have to change with the microbatch or the number of devices."""
+        counts = [f"trainer.{name}" for name in _IN_BATCHES if type(self.trainer.get(name)) is int]
+        return [key for key in ("data.batch_size", "trainer.accumulate_grad_batches", *counts) if key in self.typed]
 
     @property
     def memory_matters(self) -> bool:
@@ -125,17 +145,6 @@ def _precision(name: str, settings: str = "") -> str:
 
 def _strategy(name: str, settings: str = "") -> str:
     return f"trainer: {{strategy: {_spec(name, settings)}}}"
-
-
-# Counts of batches. `log_every_n_steps`, `max_steps` and schedulers count optimizer steps.
-_IN_BATCHES = (
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "overfit_batches",
-    "val_check_interval",
-)
 
 
 def _micro_batches(situation: Situation) -> list[Setting]:
@@ -351,7 +360,7 @@ AXES: tuple[Axis, ...] = (
     Axis(
         name="devices",
         settings=_device_counts,
-        applies=lambda situation: situation.on_gpu and situation.objective == "cost",
+        applies=lambda situation: situation.on_gpu and situation.objective == "cost" and not situation.typed_counts,
         fixed_by=("trainer.devices",),
     ),
 )

@@ -131,6 +131,22 @@ def test_a_microbatch_at_which_an_epoch_cannot_have_the_same_samples_is_not_trie
     }
 
 
+@pytest.mark.parametrize("key", ["data.batch_size", "trainer.accumulate_grad_batches", "trainer.limit_train_batches"])
+def test_options_that_no_file_can_replace_keep_the_microbatch(key):
+    facts = {
+        **vars(GPU),
+        "explicit": {key: 1},
+        "accumulated": 2,
+        "keeps_global_batch": True,
+        "trainer": {"limit_train_batches": 10},
+    }
+    assert "microbatch" in Space(Situation(**facts)).settings
+    typed = Space(Situation(**{**facts, "typed": [key]}))
+    assert not {"microbatch", "devices"} & set(typed.settings)
+    share = Situation(**{**facts, "trainer": {"limit_train_batches": 0.5}, "typed": ["trainer.limit_train_batches"]})
+    assert "microbatch" in Space(share).settings
+
+
 def test_other_counts_of_devices_keep_the_samples_of_a_step_and_of_an_epoch():
     facts = {**vars(GPU), "most_devices": 8, "trainer": {"limit_train_batches": 100, "val_check_interval": 50}}
     space = Space(Situation(**facts))
