@@ -5,6 +5,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning_ups.commands.base_run import (
     write_new,
 )
 from lightning_ups.config.layers import read
-from lightning_ups.config.output import note, short_path
+from lightning_ups.config.output import clock, note, short_path
 from lightning_ups.insight.tune import (
     Configuration,
     Effort,
@@ -127,18 +128,21 @@ class _Ladder:
         if len(self._trees) < len(parts):
             raise ValueError("Two files of --with have one name, by which the table would call both. Rename one.")
         self._results: dict[Names, list[Result]] = {}
+        self._durations: list[float] = []
+        self._total = 0  # trials, if none fails
 
     def measure(self, rounds: int) -> tuple[list[Row], list[Row]]:
         """Return the rungs of the ladder, and the full configuration without each addition."""
         plain, full = (), tuple(self._trees)
         singles = [(name,) for name in self._trees]
+        _, _, wanted = self._ladder([*self._trees])  # in another order there are as many
+        self._total = len({plain, *singles, *wanted}) + (rounds - 1) * len(wanted)
+        note(f"ablate: {self._total} trials in {rounds} round{'' if rounds == 1 else 's'}")
         self._round([plain, *singles], number=0)
         if (failed := self._failure(plain)) is not None:
             raise ValueError(f"The run without additions cannot be measured ({failed.failure}): {failed.text}")
         order = sorted(self._trees, key=lambda name: -self._rate((name,)))
-        rungs = [tuple(order[:count]) for count in range(len(order) + 1)]
-        without = {name: tuple(each for each in order if each != name) for name in order}
-        wanted = [*dict.fromkeys(self._sorted(names) for names in (*rungs, *without.values()))]
+        rungs, without, wanted = self._ladder(order)
         for number in range(rounds):
             try:
                 self._round([names for names in wanted if self._failure(names) is None], number=number)
@@ -164,6 +168,12 @@ class _Ladder:
         ]
         return ladder, left_out
 
+    def _ladder(self, order: Sequence[str]) -> tuple[list[Names], dict[str, Names], list[Names]]:
+        """Return the rungs, the full configuration without each part, and the different ones of both."""
+        rungs = [tuple(order[:count]) for count in range(len(order) + 1)]
+        without = {name: tuple(each for each in order if each != name) for name in order}
+        return rungs, without, [*dict.fromkeys(self._sorted(names) for names in (*rungs, *without.values()))]
+
     def _round(self, wanted: Sequence[Names], *, number: int) -> None:
         # One after another in each round, so that drift of the machine meets all configurations alike. Those of one
         # round run at once where there are several devices.
@@ -173,8 +183,15 @@ class _Ladder:
         for names, future in futures:
             found = future.result()
             self._results.setdefault(names, []).append(found)
+            self._durations.append(found.wall_s)
             shown = f"{found.samples_per_s:.4g} samples/s" if found.failure is None else _short(found)
-            note(f"ablate: round {number + 1}: {_key(names)}: {shown}")
+            note(f"ablate: round {number + 1}: {_key(names)}: {shown} ({self._progress})")
+
+    @property
+    def _progress(self) -> str:
+        done = len(self._durations)
+        left = ceil(max(0, self._total - done) / self._engine.parallel) * sum(self._durations) / done
+        return f"{done} of {self._total} trials, about {clock(left)} left"
 
     def _row(self, name: str, names: Names, gain: Gain | None, *, verdict_of: Names | None = None) -> Row:
         names = self._sorted(names)

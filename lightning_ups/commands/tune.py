@@ -33,7 +33,7 @@ from lightning_ups.commands.base_run import (
     write_new,
 )
 from lightning_ups.commands.plan import planner_of, this_device
-from lightning_ups.config.output import note, shell_word, short_path
+from lightning_ups.config.output import clock, note, shell_word, short_path
 from lightning_ups.insight.memory import GIB
 from lightning_ups.insight.tune import (
     Choice,
@@ -243,7 +243,7 @@ def _shown() -> Iterator[Callable[[Progress], None]]:
             line = "  ".join(cell for cell in _cells(row) if cell)
             if (row.result is not None or row.why) and said.get(id(row)) != line:
                 said[id(row)] = line
-                note(f"tune: [{_clock(progress.passed_s)}] {line}")
+                note(f"tune: [{clock(progress.passed_s)}] {line}")
 
     def remind() -> None:
         while not ends.wait(_REMINDS_EVERY):
@@ -273,16 +273,12 @@ def _status(newest: Sequence[tuple[Progress, float]]) -> str:
     progress, began = newest[0]
     since = time.monotonic() - began
     running = ", ".join(progress.running)
-    ended = f", this step about {_clock(max(0, progress.step_left_s - since))}" if progress.step_left_s else ""
+    ended = f", this step about {clock(max(0, progress.step_left_s - since))}" if progress.step_left_s else ""
     return (
-        f"[{_clock(progress.passed_s + since)}] {progress.doing}"
+        f"[{clock(progress.passed_s + since)}] {progress.doing}"
         f"{f': {running} for {since:.0f} s' if running else ''};"
-        f" at most {_clock(max(0, progress.left_s - since))} left{ended}"
+        f" at most {clock(max(0, progress.left_s - since))} left{ended}"
     )
-
-
-def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def _ranked(rows: Sequence[Row]) -> list[Row]:

@@ -33,6 +33,11 @@ def readable_count(number: int) -> str:
     return str(number)
 
 
+def clock(seconds: float) -> str:
+    """Return minutes and seconds, such as 2:05."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
 def short_path(path: str | Path) -> str:
     """Return a path relative to the working directory, if it is below it."""
     below = os.path.relpath(path)

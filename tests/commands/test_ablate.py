@@ -71,7 +71,10 @@ def test_the_ladder_is_in_the_order_of_gain_and_failures_cost_a_row(tmp_path, mo
     assert [row["name"] for row in facts["ladder"]] == ["as configured", "+ fast", "+ slow", "+ full"]
     assert [row["verdict"] for row in facts["ladder"][1:]] == ["worth it", "harmful", "harmful: out of memory"]
     assert facts["ladder"][1]["gain"]["value"] == pytest.approx(1, abs=0.01)
-    assert "out of memory: on purpose" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "out of memory: on purpose" in printed.out
+    assert "ablate: 20 trials in 3 rounds\n" in printed.err
+    assert "ablate: round 1: plain: 100 samples/s (1 of 20 trials, about 0:00 left)\n" in printed.err
 
 
 def test_a_repeated_call_measures_nothing_and_overwrites_nothing(tmp_path, monkeypatch):

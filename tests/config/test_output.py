@@ -1,4 +1,6 @@
-from lightning_ups.config.output import note, readable_count, shell_word, short_path, titled
+import pytest
+
+from lightning_ups.config.output import clock, note, readable_count, shell_word, short_path, titled
 
 
 def test_notes_go_to_stderr(capsys):
@@ -24,3 +26,8 @@ def test_paths(tmp_path, monkeypatch):
     assert short_path("s3://a/b") == "s3://a/b"
     assert short_path("/elsewhere") == "/elsewhere"
     assert shell_word(tmp_path / "a b") == "'a b'"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (125.9, "2:05"), (3600, "60:00")])
+def test_a_clock_has_minutes_and_seconds(seconds, text):
+    assert clock(seconds) == text

@@ -3,7 +3,8 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 
 from lightning_ups.cli import _RequestedRunCLI
-from lightning_ups.insight.tune import AXES, Axis, Setting, Situation, Space, text_of
+from lightning_ups.insight.tune import AXES, Axis, Setting, Situation, Space, leaves, text_of
+from lightning_ups.order import refusals
 from tests.cli_toys import Toy
 from tests.insight.tune.injected import Sized
 
@@ -30,17 +31,29 @@ def test_every_axis_applies_somewhere():
 
 
 @pytest.mark.parametrize(("axis", "name"), SETTINGS, ids=lambda value: value.replace(" ", "_"))
-def test_every_setting_can_be_parsed(axis, name):
+def test_every_setting_can_be_parsed_and_is_not_refused(axis, name):
     run = {
         "model": {"class_path": "tests.cli_toys.Toy"},
         "data": {"class_path": "tests.insight.tune.injected.Sized", "init_args": {"batch_size": 8}},
         "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1}},
-        "trainer": {"accelerator": "cpu", "devices": 4},
+        "trainer": {"accelerator": "gpu", "devices": 4},
     }
     tree = EVERYTHING.tree({**EVERYTHING.stock, axis: name})
     words = ["--config", yaml.safe_dump(run), "--config", f"{text_of(tree)}\n" if tree else "{}"]
-    config = _RequestedRunCLI(args=["fit", *words]).requested.config
-    assert config["optimizer"]["init_args"]["lr"] == 0.1
+    requested = _RequestedRunCLI(args=["fit", *words]).requested
+    assert requested.config["optimizer"]["init_args"]["lr"] == 0.1
+    assert [refusal.text(requested.run) for refusal in refusals(requested.run)] == []
+    for key, value in leaves(tree):  # the run has what the setting asks for
+        section, _, rest = key.partition(".")
+        if not rest.startswith(("callbacks", "plugins", "strategy")):
+            assert _at(requested.config[section], rest.split(".")) == value
+    given = {type(part).__name__ for part in (*requested.run.callbacks, requested.run.precision)}
+    for spec in (spec for key in ("callbacks+", "plugins+") for spec in tree.get("trainer", {}).get(key, ())):
+        assert spec["class_path"] in given
+
+
+def _at(config, keys):
+    return _at(config[keys[0]], keys[1:]) if keys else config
 
 
 def test_what_the_user_sets_is_fixed():
