@@ -12,6 +12,8 @@ Array = NDArray[np.float64]
 FEWEST = 8  # points for an interval
 _FEW, _MANY, _LENGTH = 20, 40, 20  # blocks, and the least steps of one before there are more than few
 _TRIMMED = 0.1  # of the blocks, at each end
+_SHORT = 10  # steps of a block whose neighbors can be almost the same
+_CORRELATION, _OF_SHORT = 0.6, 0.8  # the most between blocks; more would only be a trend
 _DF = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 1e9)  # degrees of freedom, and Student's t for 99 %
 _T = (63.66, 9.925, 5.841, 4.604, 4.032, 3.707, 3.355, 3.169, 2.947, 2.845, 2.750, 2.576)
 
@@ -47,7 +49,8 @@ def paired(base: Array, new: Array, *, typical: bool = True) -> Estimate:
     count = len(difference) // length
     blocks = difference[len(difference) - count * length :].reshape(count, length)
     levels = np.median(blocks, axis=1) if typical else blocks.mean(axis=1)
-    return _mean(levels, trimmed=int(_TRIMMED * count) if typical else 0)
+    most = _CORRELATION if length >= _SHORT else _OF_SHORT
+    return _mean(levels, trimmed=int(_TRIMMED * count) if typical else 0, most=most)
 
 
 def groups(base: Sequence[float], new: Sequence[float]) -> Estimate:
@@ -59,7 +62,7 @@ def groups(base: Sequence[float], new: Sequence[float]) -> Estimate:
     return _around(value, sqrt(squares / df * (1 / len(base) + 1 / len(new))), df)
 
 
-def _mean(levels: Array, *, trimmed: int) -> Estimate:
+def _mean(levels: Array, *, trimmed: int, most: float) -> Estimate:
     count = len(levels)
     ordered = np.sort(levels)
     kept = ordered[trimmed : count - trimmed]
@@ -69,7 +72,7 @@ def _mean(levels: Array, *, trimmed: int) -> Estimate:
     squares = float(around @ around)
     found = float(around[1:] @ around[:-1]) / squares if squares else 0.0
     # Found correlations are too small by about (1 + 4 x correlation) / count.
-    correlation = min(0.6, max(0.0, (count * found + 1) / (count - 4)))
+    correlation = min(most, max(0.0, (count * found + 1) / (count - 4)))
     inflation = (1 + correlation) / (1 - correlation)
     return _around(float(kept.mean()), spread * sqrt(inflation / count), max(5.0, len(kept) / inflation - 1))
 
