@@ -457,7 +457,7 @@ class Lines:
     def _judged(self, line: str, gpu: str, left: float) -> str:
         options = self._options
         words = [sys.executable, str(Path(__file__).resolve()), "--line", line, "--until", f"{time.time() + left:.1f}"]
-        words += ["--most", f"{0.8 * options.budget:.1f}"]
+        words += ["--most", f"{0.6 * options.budget:.1f}"]
         words += ["--output", str(options.output.resolve()), "--steps", ",".join(options.steps)]
         for name in ("minutes", "seconds", "limit", "rounds"):
             words += [f"--{name}", str(getattr(options, name))]
