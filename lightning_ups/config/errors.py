@@ -23,7 +23,7 @@ _SIGPIPE = 13  # `signal` has no such name on Windows
 _RESTORES = "_CheckpointConnector"  # Lightning's class that restores a checkpoint
 # Lightning raises this for a wrong setting; some of its functions raise other types for one.
 _REFUSAL = "MisconfigurationException"
-_REFUSING = ("_validate_condition_metric", "_parse_ckpt_path", "setup_data")
+_REFUSING = ("_validate_condition_metric", "_parse_ckpt_path", "setup_data", "_determine_lr_attr_name")
 _CONSTRUCTS = ("instantiate_classes", "_set_seed")  # methods of LightningCLI that precede the run
 Frames = list[tuple[FrameType, int]]
 

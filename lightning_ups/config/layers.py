@@ -110,10 +110,14 @@ def _load(name: str, content: str) -> tuple[Tree, dict[Keys, int]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        raise ValueError(
-            f"{place}: invalid YAML: {getattr(error, 'problem', None) or error}. Check this line and the one before for"
-            " unclosed brackets or quotes, and the indentation."
-        ) from error
+        problem = str(getattr(error, "problem", None) or error)
+        cure = (
+            "Indent with spaces: YAML takes no tabs."
+            if "'\\t'" in problem
+            else "Check this line and the one before for a missing space after a colon, unclosed brackets or quotes,"
+            " and the indentation."
+        )
+        raise ValueError(f"{place}: invalid YAML: {problem}. {cure}") from error
     if not isinstance(tree, dict):
         found = "is empty" if tree is None else f"is not a mapping: {str(tree)[:60]!r}"
         raise ValueError(f"{name} {found}. For an example of a configuration, run: fit --print_config.")

@@ -42,6 +42,8 @@ def test_yaml_text_instead_of_a_file():
     ("text", "names"),
     [
         ("a: [\n", "run.yaml:2"),
+        ("a:\n\tb: 1\n", "run.yaml:2:1: .*spaces"),
+        ("a:1\nb: 2\n", "run.yaml:2:2: .*line and the one before for a missing space after a colon"),
         ("- a\n", "run.yaml"),
         ("", "run.yaml is empty"),
         ("a: 1\nb:\n  c: 1\n  c: 2\n", "run.yaml:4: b.c .*line 3"),
