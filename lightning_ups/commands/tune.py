@@ -274,10 +274,11 @@ def _status(newest: Sequence[tuple[Progress, float]]) -> str:
     since = time.monotonic() - began
     running = ", ".join(progress.running)
     ended = f", this step about {clock(max(0, progress.step_left_s - since))}" if progress.step_left_s else ""
+    left = progress.left_s - since
     return (
         f"[{clock(progress.passed_s + since)}] {progress.doing}"
         f"{f': {running} for {since:.0f} s' if running else ''};"
-        f" at most {clock(max(0, progress.left_s - since))} left{ended}"
+        f" {f'at most {clock(left)} left{ended}' if left > 0 else 'the time is over, and it ends soon'}"
     )
 
 

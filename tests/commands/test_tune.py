@@ -232,6 +232,8 @@ def test_the_live_table_draws_its_clock(monkeypatch):
     assert shown.row_count == 1
     assert shown.title == "tune: [1:01] final: a for 0 s; at most 1:39 left"
     assert tune._live_table([]).row_count == 0
+    late = tune._live_table([(replace(progress, left_s=0.0), time.monotonic())])
+    assert str(late.title).endswith("; the time is over, and it ends soon")
 
 
 @pytest.mark.usefixtures("table")

@@ -200,7 +200,8 @@ def _environment(slot: str) -> dict[str, str]:
 def _result(folder: Path, code: int | None, output: str, effort: Effort) -> Result:
     if code is None:
         steps = (folder / "steps").read_text() if (folder / "steps").exists() else "0"
-        return Result(failure="hang", text=f"It did not end within {effort.limit:.0f} s; {steps} steps were taken.")
+        taken = f"{steps} steps were taken" if steps != "0" else "no step ended, as when compilation takes long"
+        return Result(failure="hang", text=f"It did not end within {effort.limit:.0f} s: {taken}. Give more --limit.")
     failures = sorted(folder.glob("failure-*.json"), key=lambda path: path.stat().st_mtime)  # of ranks, the first
     for path in [*failures, folder / "result.json"]:
         try:
