@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 from typing_extensions import override
 
+from lightning_ups.kernels.attention import Documents, attention
 from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy
 from lightning_ups.models.generate import generate
 from lightning_ups.models.optimizer import Schedule, adamw, scheduler
@@ -150,12 +151,14 @@ class GPT(nn.Module):
         self.tie_weights()
 
     @override
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None) -> Tensor:
         """Return the logits [batch, seq, vocab], or, given ``targets``, their mean cross-entropy in float32.
 
         Args:
             tokens: Integers [batch, seq].
             targets: The next token for each [batch, seq]; -100 is ignored.
+            documents: Packed documents: a token sees only its own. Rotation depends on distances alone, so positions
+                need not start again with each document.
         """
         if tokens.dim() != 2:
             raise ValueError(
@@ -168,8 +171,9 @@ class GPT(nn.Module):
                 " Use shorter sequences, or a model with a larger max_seq_len."
             )
         x_BTD = self.embedding(tokens)
+        packed = () if documents is None else (documents,)
         for block in self.layers:
-            x_BTD = block(x_BTD)
+            x_BTD = block(x_BTD, *packed)
         x_BTD = self.norm(x_BTD)
         if targets is None:
             return self.head(x_BTD)
@@ -206,8 +210,9 @@ class Block(nn.Module):
         self.ffn = FeedForward(config, out_std=out_std)
 
     @override
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+    def forward(self, x_BTD: Tensor, documents: Documents | None = None) -> Tensor:
+        packed = () if documents is None else (documents,)  # tensor parallelism expects one input
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), *packed)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 
@@ -228,10 +233,13 @@ class Attention(nn.Module):
         self.out = Linear(config.dim, config.dim, scale=out_std)
 
     @override
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, documents: Documents | None = None) -> Tensor:
         qkv = self.qkv(x_BTD).unflatten(-1, (-1, self.num_groups + 2, self.head_dim))
         q_BTKGE, k_BTK1E, v_BTK1E = qkv.split((self.num_groups, 1, 1), dim=-2)
         q_BTKGE, k_BTK1E = self.rope(self.q_norm(q_BTKGE)), self.rope(self.k_norm(k_BTK1E))
+        if documents is not None:
+            heads_BTHE = (heads.flatten(2, 3) for heads in (q_BTKGE, k_BTK1E, v_BTK1E))
+            return self.out(attention(*heads_BTHE, documents=documents).flatten(2))
         out_BHTE = attend(*(heads.flatten(2, 3).transpose(1, 2) for heads in (q_BTKGE, k_BTK1E, v_BTK1E)))
         return self.out(out_BHTE.transpose(1, 2).flatten(2))
 
@@ -339,7 +347,8 @@ class Embedding(nn.Embedding):
 class GPTModule(LightningModule):
     """Trains a `GPT` to predict the next token.
 
-    A batch is a tensor of tokens [batch, seq + 1] of any integer dtype. The model, ``self.model``, is built in
+    A batch is a tensor of tokens [batch, seq + 1] of any integer dtype, or has the attributes ``tokens``, ``targets``
+    and ``documents``, as a `PackedBatch` has. The model, ``self.model``, is built in
     ``configure_model``, so that a strategy can shard it before it takes memory.
 
     Args:
@@ -429,22 +438,24 @@ class GPTModule(LightningModule):
         return self.model(tokens)
 
     @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         # Not on the progress bar, for which Lightning waits for the GPU in each step.
         self.log("train_loss", loss)
         return loss
 
     @override
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True, batch_size=len(batch))
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True, batch_size=_num_rows(batch))
 
     @override
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("test_loss", self.loss(batch), sync_dist=True, batch_size=len(batch))
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True, batch_size=_num_rows(batch))
 
-    def loss(self, batch: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the predicted tokens of ``batch`` [batch, seq + 1]."""
+    def loss(self, batch: Any) -> Tensor:
+        """Return the mean cross-entropy of the predicted tokens of ``batch``."""
+        if not isinstance(batch, Tensor):
+            return self.model(batch.tokens.long(), batch.targets.long(), batch.documents)
         return self.model(batch[:, :-1].long(), batch[:, 1:].long())
 
     @override
@@ -463,3 +474,7 @@ class GPTModule(LightningModule):
     def generate(self, prompt: Tensor, **options: Any) -> Tensor:
         """Return ``prompt`` [batch, seq] followed by sampled tokens; see `generate` for the options."""
         return generate(self.model, prompt, context=self.config.max_seq_len, **options)
+
+
+def _num_rows(batch: Any) -> int:
+    return len(batch if isinstance(batch, Tensor) else batch.tokens)
