@@ -159,7 +159,10 @@ class FollowedLoader:
             self._listener.name(f"the position of {self._name()}, whose state is that of one rank of {ranks_before}")
             return None
         samples = position["given"] * position["batch_size"] * ranks_before
-        return {**position, "given": samples // (self.batch_size * ranks_now), "digest": None, "ahead": []}
+        given = getattr(_sampler_of(self._inner), "batches_done", None)  # a sampler that has divided the rest itself
+        if given is None:
+            given = samples // (self.batch_size * ranks_now)
+        return {**position, "given": given, "digest": None, "ahead": []}
 
     def take_up_end(self, end: dict[str, Any]) -> None:
         """Start the next epoch after ``end``."""
