@@ -44,9 +44,11 @@ TOOLS = {
     "compare": _Tool("compare runs: what differed, and what effect it had, significant or noise", "commands.compare"),
     "gate": _Tool("exit code for CI: a run at most so much slower than another, its loss in a band", "commands.gate"),
     "export": _Tool("convert a checkpoint to another format", "commands.export"),
+    "tokenize": _Tool("turn files of documents into tokens to train on", "commands.tokenize"),
+    "inspect": _Tool("show what a folder of tokens has, and how well it packs", "commands.inspect"),
 }
 _INTERNAL = {"measured_fit": _Tool("", "commands.measured_fit")}  # what other commands run
-_WITHOUT_RUN = ("presets", "doctor", "export", "compare", "gate")
+_WITHOUT_RUN = ("presets", "doctor", "export", "compare", "gate", "tokenize", "inspect")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

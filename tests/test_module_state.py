@@ -26,6 +26,7 @@ OF_THE_PROCESS = {
     "_compat/torch/tensors/autograd.py:_BUDGET": "a setting of torch, each thread's or the process's as torch has it",
     "_compat/torch/tensors/ops.py:_COSTLY": "operators that packages of kernels register",
     "_compat/torch/tensors/tensor_files.py:_PATCHING": "a lock around a setting of torch",
+    "commands/tokenize.py:_work": "the work of a process that was started for it",
     "insight/advise/timer.py:_NUMBER": "names of code",
     "insight/memory/cuda.py:_STACKS": "functions of torch that a dry run replaces",
     "insight/verify/recording.py:_OPEN": "an operator in a compiled graph can only be given names",

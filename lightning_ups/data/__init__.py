@@ -1,6 +1,7 @@
-"""Datamodules: text that every machine has, and random tokens for benchmarks."""
+"""Datamodules: packed tokens of files, text that every machine has, and random tokens for benchmarks."""
 
+from lightning_ups.data.packed_tokens import PackedBatch, PackedTokens
 from lightning_ups.data.random_tokens import RandomTokens
 from lightning_ups.data.stdlib_text import StdlibText
 
-__all__ = ["RandomTokens", "StdlibText"]
+__all__ = ["PackedBatch", "PackedTokens", "RandomTokens", "StdlibText"]

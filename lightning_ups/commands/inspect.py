@@ -1,0 +1,123 @@
+"""``python -m lightning_ups inspect``: what a folder of tokens has, and how well it packs."""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+import numpy as np
+
+from lightning_ups.config.suggestions import parse_options
+from lightning_ups.data.packing import Method, Packing, num_cut, pack
+from lightning_ups.data.token_folder import TokenFolder
+
+_QUANTILES = (0.1, 0.5, 0.9, 0.99)
+_BAR, _SHOWN = 40, 160  # characters
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the number of documents and tokens, their lengths, how they pack, and the text of one row."""
+    asked = parse_options(_parser(), argv)
+    if asked.seq_len < 1:
+        raise ValueError(f"--seq-len {asked.seq_len} is too short. Give 1 or more.")
+    folder = TokenFolder(asked.folder)
+    if not len(folder.lengths):
+        raise ValueError(f"{asked.folder} has no documents. Check --source and --field of tokenize.")
+    packings = {
+        method: pack(folder.starts, folder.lengths, seq_len=asked.seq_len, method=method) for method in get_args(Method)
+    }
+    report = _report(folder, packings, seq_len=asked.seq_len)
+    if asked.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    print(*_lines(folder, report), sep="\n")
+    packing = packings[asked.packing]
+    if len(packing):
+        print(*_sample(folder, packing, asked.row), sep="\n")
+    return 0
+
+
+def _report(folder: TokenFolder, packings: dict[Method, Packing], *, seq_len: int) -> dict[str, Any]:
+    lengths = folder.lengths
+    predictions = np.maximum(lengths - 1, 0)
+    quantiles = np.quantile(lengths, _QUANTILES).round().astype(int).tolist()
+    return {
+        "documents": len(lengths),
+        "tokens": int(lengths.sum()),
+        "dtype": folder.dtype.name,
+        "vocab_size": folder.vocab_size,
+        "recipe": folder.info["recipe"],
+        "length": {
+            "min": int(lengths.min()),
+            "mean": float(lengths.mean()),
+            "max": int(lengths.max()),
+            **{f"p{quantile * 100:.0f}": value for quantile, value in zip(_QUANTILES, quantiles, strict=True)},
+        },
+        "histogram": {str(2**power): count for power, count in enumerate(_by_power_of_two(lengths)) if count},
+        "seq_len": seq_len,
+        # One document in each row, the rest of it cut off.
+        "padded": {"efficiency": float(np.minimum(predictions, seq_len).mean() / seq_len)},
+        **{
+            method: {"rows": len(packing), "efficiency": packing.efficiency, "cuts": num_cut(packing, lengths)}
+            for method, packing in packings.items()
+        },
+    }
+
+
+def _by_power_of_two(lengths: np.ndarray[Any, Any]) -> list[int]:
+    """Return how many lengths are in [1, 2), [2, 4), [4, 8) and so on."""
+    return np.bincount(np.floor(np.log2(np.maximum(lengths, 1))).astype(int)).tolist()
+
+
+def _lines(folder: TokenFolder, report: dict[str, Any]) -> Iterator[str]:
+    recipe, length = report["recipe"], report["length"]
+    yield (
+        f"{folder.path}: {report['tokens']:,} tokens of {report['documents']:,} documents,"
+        f" {report['dtype']}, vocabulary of {report['vocab_size']:,}"
+    )
+    yield f"made of {' '.join(recipe['source'])} with the tokenizer {folder.info['tokenizer_name']}"
+    yield ""
+    yield "tokens in a document: " + ", ".join(f"{name} {value:,.0f}" for name, value in length.items())
+    most = max(report["histogram"].values())
+    for start, count in report["histogram"].items():
+        bar = "#" * -(-count * _BAR // most)
+        yield f"  from {int(start):>9,}  {bar:{_BAR}} {count:,}"
+    yield ""
+    yield f"packed into rows of {report['seq_len']:,} predictions:"
+    for method in get_args(Method):
+        found = report[method]
+        yield f"  {method:9} {found['rows']:,} rows, {found['efficiency']:.2%} used, {found['cuts']:,} cuts"
+    yield f"  one document in each row, without packing: {report['padded']['efficiency']:.2%} used"
+
+
+def _sample(folder: TokenFolder, packing: Packing, row: int) -> Iterator[str]:
+    if not -len(packing) <= row < len(packing):
+        raise ValueError(f"--row {row} does not exist. There are {len(packing)} rows, counted from 0.")
+    tokenizer = folder.tokenizer()
+    row %= len(packing)
+    inside = slice(packing.rows[row], packing.rows[row + 1])
+    yield ""
+    yield f"row {row}:"
+    for start, length in zip(packing.starts[inside].tolist(), packing.lengths[inside].tolist(), strict=True):
+        document = int(np.searchsorted(folder.starts, start, side="right")) - 1
+        first = start - int(folder.starts[document])
+        tokens = folder.tokens[start : start + length + 1].tolist()
+        yield f"--- document {document}, tokens {first} to {first + length} of {folder.lengths[document]}"
+        yield _shortened(tokenizer.decode(tokens, skip_special_tokens=False))
+    yield "---"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 2 * _SHOWN + 20 else f"{text[:_SHOWN]}\n[...]\n{text[-_SHOWN:]}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_ups inspect", description="Show what a folder of tokens has, and how well it packs."
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="what tokenize wrote")
+    parser.add_argument("--seq-len", type=int, default=2048, metavar="N", help="predictions in a row; 2048")
+    parser.add_argument("--packing", choices=get_args(Method), default="best_fit", help="of the row that is shown")
+    parser.add_argument("--row", type=int, default=0, metavar="N", help="the row whose text is shown; 0")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    return parser
