@@ -94,11 +94,7 @@ def _residual(rates: Mapping[str, Sequence[float]]) -> float:
 
 def loss_difference(result: Result, reference: Result) -> float | None:
     """Return the relative difference of the mean loss of the first steps, or None if there are no losses."""
-    count = min(len(result.losses), len(reference.losses))
-    if not count:
-        return None
-    difference = statistics.fmean(result.losses[:count]) - statistics.fmean(reference.losses[:count])
-    return difference / (_size(reference.losses[:count]) or 1.0)
+    return _difference(result.losses, reference.losses)
 
 
 def loss_fault(result: Result, reference: Result) -> str | None:
@@ -117,11 +113,19 @@ def loss_fault(result: Result, reference: Result) -> str | None:
         return f"the loss of step {wrong + 1} is {found[wrong]}"
     if len(found) > 2 and len({*found}) == 1 and len({*known[: len(found)]}) > 1:
         return f"the loss is {found[0]:.4g} in each step"
-    difference = loss_difference(result, reference) or 0.0
+    difference = _difference(found, known) or 0.0
     error = _noise(known) * sqrt(2 / len(found)) / (_size(known[: len(found)]) or 1.0)
     if abs(difference) <= max(_LOSS_DIFFERS, 2 * error):
         return None
     return f"the mean loss of {len(found)} steps differs by {difference:+.1%}"
+
+
+def _difference(losses: Sequence[float], reference: Sequence[float]) -> float | None:
+    count = min(len(losses), len(reference))
+    if not count:
+        return None
+    difference = statistics.fmean(losses[:count]) - statistics.fmean(reference[:count])
+    return difference / (_size(reference[:count]) or 1.0)
 
 
 def _finite(losses: Sequence[float]) -> Sequence[float]:

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from lightning_ups.insight.tune import Result, Rounds, loss_difference
+from lightning_ups.insight.tune import Result, Rounds, loss_difference, loss_fault
 
 
 def rounds(drift, noise=0.002, error=0.001, seed=0, **speeds):
@@ -68,3 +68,48 @@ def test_losses_are_compared_over_the_steps_that_both_have():
     one, other = Result(losses=[1.1, 2.2, 9.0]), Result(losses=[1.0, 2.0])
     assert loss_difference(one, other) == pytest.approx(0.1)
     assert loss_difference(one, Result()) is None
+
+
+FALLING = [2.0, 1.9, 1.85, 1.78, 1.7, 1.66, 1.6, 1.55]
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("losses", "reference", "part"),
+    [
+        (FALLING, FALLING, None),
+        ([1.03 * loss for loss in FALLING], FALLING, None),
+        ([1.08 * loss for loss in FALLING], FALLING, "8 steps differs by +8.0%"),
+        ([2.0] * 8, FALLING, "in each step"),
+        ([2.0, 1.99, 2.01, 2.0, 1.99, 2.0, 2.0, 2.01], FALLING, "differs by +1"),  # nothing is learned
+        ([*FALLING[:5], 5.0, 20.0, 100.0], FALLING, "differs"),
+        ([*FALLING[:7], NAN], FALLING, "the loss of step 8 is nan"),
+        ([], FALLING, "no loss was recorded"),
+        (FALLING[:2], FALLING, None),
+        ([2.5], FALLING, "1 steps differs"),
+        (FALLING, [2.0, 1.9, NAN, NAN], None),  # of the reference only the steps before count
+        ([2.0, NAN], [2.0, NAN], None),
+        ([9.0], [NAN], None),
+        (FALLING, [], None),
+        ([0.02, -0.01, 0.03, -0.02], [0.02, -0.0102, 0.0301, -0.0199], None),  # of both signs
+        ([0.0, 0.0, 0.0], [0.0, 0.0, 0.0], None),
+        ([0.0, 0.0, 0.5], [0.0, 0.0, 0.0], "differs"),
+    ],
+)
+def test_losses_that_are_not_those_of_the_reference_are_a_fault(losses, reference, part):
+    found = loss_fault(Result(losses=losses), Result(losses=reference))
+    assert (found is None) if part is None else (part in (found or ""))
+
+
+def test_noise_as_of_dropout_is_seldom_a_fault():
+    draw = random.Random(0)
+    found = [
+        loss_fault(*(Result(losses=[loss * draw.gauss(1, 0.1) for loss in FALLING]) for _ in range(2)))
+        for _ in range(300)
+    ]
+    assert sum(each is not None for each in found) <= 45
+    twice = [
+        loss_fault(*(Result(losses=[scale * loss * draw.gauss(1, 0.1) for loss in FALLING]) for scale in (1.5, 1)))
+        for _ in range(300)
+    ]
+    assert sum(each is not None for each in twice) >= 290
