@@ -11,6 +11,7 @@ from torch import nn
 from lightning_ups.callbacks import ActivationCheckpoint, Compile, ExactResume
 from lightning_ups.data.fields import GeneratedFields
 from lightning_ups.models.pde import SIZES, PDEConfig, PDEModule, PDETransformer
+from lightning_ups.precision import BF16Precision
 
 SMALL = PDEConfig(dim=16, depths=(2, 2), head_dim=8, condition_dim=16, patch=2, window=4)
 
@@ -119,12 +120,12 @@ def trainer(tmp_path, **options):
     return Trainer(**{**quiet, **options})
 
 
-def losses(tmp_path, *callbacks, seed=0, steps=3, module=None, **options):
-    seed_everything(seed, verbose=False)
-    module = module or PDEModule(conditions=1, warmup_steps=2, **options)
+def losses(tmp_path, *callbacks, plugins=(), **options):
+    seed_everything(0, verbose=False)
+    module = PDEModule(conditions=1, warmup_steps=2, **options)
     seen, step = [], module.training_step
     module.training_step = lambda *args: seen.append(step(*args)) or seen[-1]
-    made = trainer(tmp_path, max_steps=steps, limit_val_batches=0, callbacks=[*callbacks])
+    made = trainer(tmp_path, max_steps=3, limit_val_batches=0, callbacks=[*callbacks], plugins=[*plugins])
     made.fit(module, data(tmp_path, targets=2))
     return torch.stack(seen).tolist()
 
@@ -153,6 +154,12 @@ class TestModule:
         plain = losses(tmp_path)
         assert losses(tmp_path, ActivationCheckpoint(save="nothing")) == plain
         assert losses(tmp_path, Compile(backend="aot_eager")) == pytest.approx(plain, rel=1e-5)
+
+    def test_in_bfloat16_the_losses_are_close(self, tmp_path):
+        """Spectra are computed in float32: FFTs have no bfloat16."""
+        options = {"high_frequency_weight": 0.5, "high_frequency": 3}
+        found = losses(tmp_path, plugins=[BF16Precision()], **options)
+        assert found == pytest.approx(losses(tmp_path, **options), rel=0.02)
 
     def test_other_data_is_refused_with_the_arguments_that_fit(self, tmp_path):
         with pytest.raises(ValueError, match=r"PDEModule\(channels=2, conditions=2\)"):
