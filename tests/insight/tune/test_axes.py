@@ -181,6 +181,21 @@ def test_fewer_devices_accumulate_more():
     assert tree["trainer"] == {"accumulate_grad_batches": 4, "devices": 2}
 
 
+@pytest.mark.parametrize("facts", [{"capability": (8, 6)}, {"has_torchao": False}, {"on_gpu": False}])
+def test_float8_is_tried_only_where_it_runs(facts):
+    found = Space(Situation(**{**vars(GPU), **facts})).settings["precision"]
+    assert "bf16" in found
+    assert not any(name.startswith("float8") for name in found)
+
+
+@pytest.mark.parametrize(("batch", "ahead"), [(None, False), (8, True)])
+def test_settings_that_only_save_memory_need_something_to_spend_it_on(batch, ahead):
+    facts = {**vars(GPU), "devices": 1, "most_devices": 1, "objective": "throughput", "data": {"batch_size": batch}}
+    axes = Space(Situation(**facts)).settings
+    assert ("recomputation" in axes) == ahead
+    assert ("optimizer state" in axes) == ahead
+
+
 def test_a_cpu_has_no_axes_of_gpus():
     space = Space(Situation(data={"num_workers": 0}, cores=4))
     assert {axis: [*found] for axis, found in space.settings.items()} == {
