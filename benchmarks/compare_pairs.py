@@ -48,8 +48,9 @@ def one_step(device: torch.device, *, width: int, rows: int) -> Callable[[], Non
 def timed(steps: Sequence[Callable[[], None]], slower: Sequence[float], *, count: int) -> list[list[float]]:
     """Return the seconds of each step of runs that take turns, each slower by a share of its own steps."""
     found = [list[float]() for _ in steps]
-    for _ in range(WARMUP + count):
-        for step, share, seconds in zip(steps, slower, found, strict=True):
+    runs = [*zip(steps, slower, found, strict=True)]
+    for turn in range(WARMUP + count):
+        for step, share, seconds in runs if turn % 2 else reversed(runs):  # none is always the first
             start = time.perf_counter()
             step()
             end = start + (1 + share) * (time.perf_counter() - start)
