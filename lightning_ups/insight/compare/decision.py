@@ -70,7 +70,7 @@ def gate(
         metric = next(
             (name for name, tested in zip(losses, is_tested, strict=True) if tested), next(iter(losses), None)
         )
-    if metric is not None and metric not in found:
+    if metric is not None and metric not in names:
         raise ValueError(f"--metric {metric} is not in all runs. They have {', '.join(names[:12]) or 'no metric'}.")
     if slower is not None and STEP not in found:
         raise ValueError(
@@ -111,6 +111,9 @@ def _endings(base: Side, new: Side, metric: str | None) -> Iterator[Decision]:
         if of_run.get("status") == "failed":
             yield Decision(FAIL, f"{name} failed: {of_run.get('error') or 'its manifest has no error'}")
             continue
+        if of_run.get("status") == "running":
+            yield Decision(CANNOT_TELL, f"{name} has not ended, or was killed: its manifest says running")
+            continue
         of_times = kind_of_times([base, new])
         for pairs in (
             [(each.times[of_times], run.times[of_times]) for each in base.runs if of_times],
@@ -126,9 +129,9 @@ def _endings(base: Side, new: Side, metric: str | None) -> Iterator[Decision]:
 
 
 def _is_shorter(series: Series, other: Series) -> bool:
-    """Return whether ``series`` lacks at least one value at its end."""
+    """Return whether ``series`` lacks a value at its end, and 1 % of the steps."""
     gap = float(np.max(np.diff(series.steps))) if len(series.steps) > 1 else series.steps[0] + 1
-    return bool(other.steps[-1] - series.steps[-1] >= gap)
+    return bool(other.steps[-1] - series.steps[-1] >= max(gap, 0.01 * other.steps[-1]))
 
 
 def _most_runs(base: Side, new: Side) -> int:

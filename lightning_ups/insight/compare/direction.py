@@ -52,7 +52,7 @@ def _by_name(name: str) -> set[bool]:
     words |= {word.rstrip("0123456789") for word in words}
     if words & {"neg", "negative", "minus"}:
         return set()
-    if words & {"loss", "error", "err"}:  # dice_loss, top1_error
+    if words & {"error", "err"} or any(word.endswith("loss") for word in words):  # top1_error, dice_loss, testloss
         return {False}
     return ({True} if words & _HIGHER else set()) | ({False} if words & _LOWER else set())
 

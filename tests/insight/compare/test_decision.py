@@ -127,8 +127,16 @@ def test_a_run_that_ended_early_does_not_pass():
     assert decided(run(times=steady(0)), run(times=steady(1)[:500])).verdict == CANNOT_TELL
     assert decided(run(times=steady(0)), run(times=1.1 * steady(1)[:500])).verdict == FAIL  # slow in any case
     assert decided(run(loss=base), [run(loss=new), run(loss=new[:200])], loss=Band(1.0)).verdict == CANNOT_TELL
+    assert decided(run(loss=base), run(loss=new[:-1]), loss=Band(1.0)).verdict == PASS  # a last value may be missing
     every = run(loss=series(base[::10], every=10)), run(loss=series(new[::50], every=50))
     assert decided(*every, loss=Band(1.0)).verdict == PASS  # it is only logged less often
+
+
+def test_a_run_that_still_runs_or_was_killed_does_not_pass():
+    new = run(loss=losses(1), manifest={"run": {"status": "running"}})
+    decision = decided(run(loss=losses(0)), new, loss=Band(1.0))
+    assert decision.verdict == CANNOT_TELL
+    assert "running" in decision.reason
 
 
 def test_a_run_that_failed_does_not_pass():
@@ -204,6 +212,8 @@ def test_what_is_asked_for_must_be_there():
         decided(run(loss=losses(0)), run(loss=losses(1)), slower=0.02)
     with pytest.raises(ValueError, match=r"--metric los is not in all runs\. They have loss"):
         decided(run(loss=losses(0)), run(loss=losses(1)), metric="los")
+    with pytest.raises(ValueError, match="--metric step time, typical is not"):
+        decided(run(times=steady(0)), run(times=steady(1)), metric="step time, typical")
     with pytest.raises(ValueError, match="--loss finds no loss"):
         decided(run(times=steady(0)), run(times=steady(1)), loss=Band(1.0))
     with pytest.raises(ValueError, match="share neither step times nor a loss"):

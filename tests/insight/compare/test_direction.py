@@ -33,7 +33,18 @@ HIGHER = [
     *("bleu", "rougeL", "rouge1", "r2", "R2Score", "mcc", "throughput/tokens_per_s", "val_acc/dataloader_idx_0"),
 ]
 LOWER = [
-    *("val_loss", "train_loss_step", "valLoss", "error", "val_err", "MeanSquaredError", "perplexity", "ppl", "mse"),
+    *(
+        "val_loss",
+        "train_loss_step",
+        "valLoss",
+        "testloss",
+        "error",
+        "val_err",
+        "MeanSquaredError",
+        "perplexity",
+        "ppl",
+        "mse",
+    ),
     *("rmse", "val/mae", "nll", "wer", "fid", "lpips", "dice_loss", "top1_error", "memory/allocated_gib", "bce"),
     *("neg_log_likelihood", "no_object_loss", "throughput/data_ms", "train_cross_entropy", "loss/dataloader_idx_0"),
 ]
@@ -47,7 +58,6 @@ UNKNOWN = [
     "accumulated",
     "entropy",
     "1-auc",
-    "gloss",
 ]
 
 
