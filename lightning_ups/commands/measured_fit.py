@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
 )
 from typing_extensions import override
 
+from lightning_ups._compat.torch.device import CudaClock
 from lightning_ups.callbacks import RunManifest, TextSample, TokenThroughput, TrainingReport, UnigramBaseline
 from lightning_ups.commands.trial import Continued, Nowhere, Patience, endless
 from lightning_ups.config.errors import short_text
@@ -245,7 +246,9 @@ class Stopwatch(Continued):
         device, found = trainer.strategy.root_device, steady([each.seconds for each in self._timed])
         low, middle, high = found.quartiles
         on_gpu = device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(device) if on_gpu else _peak_of_process()
+        clock = CudaClock(device)
+        # Tensors of a CUDA graph that is replayed do not count as allocated.
+        peak = clock.peak() + clock.recorded() if on_gpu else _peak_of_process()
         # Lightning divides the loss of a microbatch by their number.
         count = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
         losses = [count * torch.stack(each).float().mean() for each in self._losses[:_LOSSES] if each]

@@ -374,7 +374,7 @@ def _result(found: Outcome, best: Row, space: Space, objective: Objective) -> st
     if not any(row.has_worked for row in others):
         return f"nothing faster was found: none of {len(others)} others worked"
     if max(len(row.finals) for row in found.rows) == 1:
-        return "nothing faster was found beyond doubt: one round cannot tell, so give more --minutes"
+        return "nothing faster was found beyond doubt: there was time for one round only, so give more --minutes"
     return "nothing faster was found beyond doubt"
 
 

@@ -1,4 +1,5 @@
 import json
+import random
 import re
 import time
 from dataclasses import replace
@@ -179,12 +180,15 @@ def test_an_interrupt_before_the_first_choice_leaves_a_valid_file(tmp_path, monk
     assert main(["fit", "--config", "run.yaml", "--config", overlay.name, "--trainer.max_steps", "2"]) == 0
 
 
+NOISE = random.Random(0)
+
+
 class Noisy(Table):
     """Has time for one round of the final; nothing differs."""
 
     def _run(self, words, effort, slot):
         time.sleep(1.5 if effort.round else 0)
-        return replace(super()._run(["none"], effort, slot), samples_per_s=100.0 + len(" ".join(words)) / 100)
+        return replace(super()._run(["none"], effort, slot), samples_per_s=100.0 * NOISE.gauss(1, 0.03))
 
 
 def test_one_round_claims_nothing(tmp_path, monkeypatch, capsys, table):
@@ -192,8 +196,8 @@ def test_one_round_claims_nothing(tmp_path, monkeypatch, capsys, table):
     facts, overlay = run(tmp_path, monkeypatch, "--minutes", "0.04")
     assert facts["best"] == "stock Lightning"
     assert max(len(row["finals"]) for row in facts["rows"]) == 1
-    assert "one round cannot tell" in capsys.readouterr().out
-    assert "One round cannot tell" in overlay.read_text() or "one round cannot tell" in overlay.read_text()
+    assert "one round only" in capsys.readouterr().out
+    assert "one round only" in overlay.read_text()
 
 
 @pytest.mark.usefixtures("table")

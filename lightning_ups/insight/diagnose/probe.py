@@ -25,7 +25,7 @@ from lightning_ups._compat.torch.device import Kernels, allocator_counters, devi
 from lightning_ups.insight.diagnose import experiments, links
 from lightning_ups.insight.diagnose.experiments import Bench, Facts
 from lightning_ups.insight.diagnose.phases import PhaseProfiler
-from lightning_ups.insight.throughput import Span, inspect_spans
+from lightning_ups.insight.throughput import Inspection, Span, inspect_spans
 from lightning_ups.order import Run
 from lightning_ups.transforms.patching import instead_of
 from lightning_ups.transforms.quoted import quoted
@@ -254,7 +254,8 @@ class Probe(Callback):
             self._kernels.mark()
             spans = [Span(*kernel) for kernel in self._kernels.stop()]
             seen = inspect_spans(spans, steps=2, waits=self._waits.most_common())
-            return {"idle": seen.idle or 0.0, "exposed": seen.exposed_communication, "waits": [*seen.waits]}
+            idle = _idle(seen, step_s=self._phases.mean_s if self._phases is not None else 0.0)
+            return {"idle": idle, "exposed": seen.exposed_communication, "waits": [*seen.waits]}
         return None
 
     # Experiments
@@ -297,6 +298,16 @@ class Probe(Callback):
     def _tell(self, trainer: Trainer, row: Row) -> None:
         if trainer.is_global_zero:
             self._report(row)
+
+
+def _idle(seen: Inspection, *, step_s: float) -> float:
+    """Return the share of a step in which the device does nothing.
+
+    The profiler makes the gaps between kernels longer, so the time of the kernels is compared with ``step_s``, that of
+    a step without the profiler.
+    """
+    idle = seen.idle or 0.0
+    return min(idle, max(0.0, 1 - (1 - idle) * seen.seconds / step_s)) if step_s else idle
 
 
 def _tried(run: Callable[[], Facts]) -> Row:

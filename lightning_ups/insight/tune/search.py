@@ -307,7 +307,7 @@ class Search:
     def _winner(self, finalists: list[Row]) -> Row | None:
         if len(finalists) < 2 or self._objective == "memory":
             return max(finalists, key=self.score, default=None)
-        known = self._known(finalists)
+        known = self._known(finalists, rounds_are_over=True)
         if self._stock is not None and self._stock in finalists:  # a setting stays if it is better beyond doubt
             better = [row for row in finalists if known.gain(row.name, self._stock.name).low > 0]
             finalists = better or [self._stock]
@@ -325,6 +325,8 @@ class Search:
                 self._doing = f"final, round {number + 1} of at most {_ROUNDS}"
                 self._planned = len(rows) - index - 1
                 self._play(row, number)
+            for row in rows:
+                self._reject_wrong_losses(row)  # now that the stock run was played, too
             rows = [row for row in rows if row.has_worked]
             if not rows:
                 return
@@ -346,8 +348,11 @@ class Search:
             self._reject_wrong_losses(row)
         self._show()
 
-    def _known(self, rows: Sequence[Row]) -> Rounds:
-        return Rounds({row.name: [self._scored(each) for each in row.finals] for row in rows})
+    def _known(self, rows: Sequence[Row], *, rounds_are_over: bool = False) -> Rounds:
+        # One round has no interval. If there is no time for another, the trials of the search count as one.
+        counts = rounds_are_over and {len(row.finals) for row in rows} == {1} and all(row.result for row in rows)
+        played = {row.name: [row.result, *row.finals] if counts else row.finals for row in rows}
+        return Rounds({name: [self._scored(each) for each in found if each] for name, found in played.items()})
 
     def _scored(self, result: Result) -> Result:
         return result if self._objective == "memory" else replace(result, samples_per_s=self._figure(result))
@@ -389,7 +394,7 @@ class Search:
         if best is not None and best is not self._stock and self._stock is not None and self.score(self._stock):
             finalists = [row for row in self.rows if row.has_worked and row.finals]
             if best in finalists and self._stock in finalists:
-                gain = self._known(finalists).gain(best.name, self._stock.name)
+                gain = self._known(finalists, rounds_are_over=True).gain(best.name, self._stock.name)
             else:
                 found, stock = (self._scored(row.result) for row in (best, self._stock) if row.result is not None)
                 gain = Gain(value=found.samples_per_s / stock.samples_per_s - 1)

@@ -7,6 +7,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ups.insight.diagnose import Probe, findings
+from lightning_ups.insight.diagnose.probe import _idle
+from lightning_ups.insight.throughput import Inspection
 from tests.insight.diagnose.injectors import ON_GPU, ROWS, Rows, Work, diagnosed, parts, parts_on_gpu
 from tests.toys import Net, loader, trainer
 
@@ -124,3 +126,13 @@ def test_a_fix_is_tried_on_loaders_and_optimizers(tmp_path):
     trainer(tmp_path, epochs=1000, callbacks=[probe]).fit(Seen())
     assert {*seen} == {(2, 0.5)}
     assert DataLoader([1], 4).batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("step_s", "idle"),
+    [(0.0, 0.3), (0.010, 0.3), (0.0078, 0.1), (0.006, 0.0)],
+    ids=["unknown", "same", "slower", "busy"],
+)
+def test_gaps_that_the_profiler_made_are_no_idle_time(step_s, idle):
+    seen = Inspection(steps=2, seconds=0.010, idle=0.3)  # 7 ms of kernels
+    assert _idle(seen, step_s=step_s) == pytest.approx(idle, abs=0.005)

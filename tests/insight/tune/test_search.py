@@ -204,6 +204,19 @@ def test_a_search_that_is_late_has_two_rounds_for_an_interval():
     assert len(found.best.finals) >= 2
 
 
+def test_with_time_for_one_round_a_large_gain_is_still_found():
+    class Slow(Table):
+        def _run(self, words, effort, slot):
+            time.sleep(1.0 if effort.round else 0.0)
+            return super()._run(words, effort, slot)
+
+    found = searched(Slow(noise=0.02), seconds=0.9)
+    assert len(found.best.finals) == 1
+    assert (found.best.choice or {}).get("d") == "9.0"
+    assert found.gain.is_known
+    assert found.gain.low > 1.0
+
+
 def test_progress_names_what_runs_and_the_time_that_is_left():
     seen = []
     searched(Table(seconds=0.01), show=seen.append)
