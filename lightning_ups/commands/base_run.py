@@ -239,7 +239,7 @@ def check_file(file: Path, *, option: str) -> None:
         if file.exists():
             file.open("a").close()
     except OSError as error:
-        raise ValueError(f"{option} {file} cannot be written: {error.strerror}: {error.filename}.") from error
+        raise ValueError(f"{option} {file} cannot be written: {error.strerror}.") from error
 
 
 def store_of(folder: Path | None, *, fresh: bool) -> Store | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
@@ -24,6 +25,7 @@ from typing_extensions import override
 from lightning_ups.commands.base_run import check_file, parsed
 from lightning_ups.commands.trial import Continued, endless
 from lightning_ups.config.layers import items
+from lightning_ups.config.merge import kind_of
 from lightning_ups.config.output import note
 from lightning_ups.config.parser import UpsParser
 from lightning_ups.insight.diagnose import Facts, Finding, Probe, findings
@@ -394,7 +396,11 @@ def _redirect(settings: Namespace, folder: Path) -> None:
         "profiler": None,
         "limit_val_batches": 0 if validation in (0, 0.0) else 1,
     }
-    if endless(settings["trainer"], ()):
+    callbacks = items(settings["trainer.callbacks"])
+    stopping = [each for each in callbacks if issubclass(_kind(each), EarlyStopping | Timer)]
+    if stopping:  # they would end the run before everything is measured
+        trainer["callbacks"] = [each for each in callbacks if each not in stopping]
+    if endless(settings["trainer"], has_timer=any(issubclass(_kind(each), Timer) for each in stopping)):
         trainer["max_epochs"] = -1
     for name, value in trainer.items():
         settings[f"trainer.{name}"] = value
@@ -404,6 +410,10 @@ def _redirect(settings: Namespace, folder: Path) -> None:
     for callback in items(settings["trainer.callbacks"]):
         if isinstance(callback, Namespace) and callback.get("init_args.dirpath") is not None:
             callback["init_args.dirpath"] = str(folder / "checkpoints")
+
+
+def _kind(callback: Any) -> type:
+    return (kind_of(callback.get("class_path")) if isinstance(callback, Namespace) else None) or object
 
 
 def _redirected_logger(logger: Any, folder: Path) -> bool:

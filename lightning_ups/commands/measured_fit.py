@@ -77,8 +77,8 @@ def measure(
     watch = Stopwatch(folder, seconds=seconds, precision=precision, floor=floor, began=began)
 
     def arrange(settings: Mapping[str, Any], callbacks: Sequence[Callback]) -> tuple[dict[str, Any], list[Callback]]:
-        every = [*items(settings.get("callbacks")), *callbacks]
-        limits = {"max_epochs": -1} if endless(settings, every) else {}
+        has_timer = any(isinstance(each, Timer) for each in (*items(settings.get("callbacks")), *callbacks))
+        limits = {"max_epochs": -1} if endless(settings, has_timer=has_timer) else {}
         return {**_arranged(settings, folder), **limits}, [*_kept(callbacks), Patience(), watch]
 
     # The engine kills this process earlier, unless it was killed itself. Works within a C extension, too.

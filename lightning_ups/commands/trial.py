@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -205,12 +204,10 @@ class Continued(Callback):
             config.scheduler.step = _stay  # OneCycleLR raises an error after its last step
 
 
-def endless(settings: Mapping[str, Any], callbacks: Sequence[Callback]) -> bool:
+def endless(settings: Mapping[str, Any], *, has_timer: bool) -> bool:
     """Return whether only time limits a run, so that Lightning estimates no number of its steps."""
     has_limit = settings.get("max_epochs") is not None or (settings.get("max_steps") or -1) >= 0
-    return not has_limit and (
-        settings.get("max_time") is not None or any(isinstance(each, Timer) for each in callbacks)
-    )
+    return not has_limit and (has_timer or settings.get("max_time") is not None)
 
 
 def _is_last_step(trainer: Trainer) -> bool:
