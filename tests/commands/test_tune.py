@@ -3,9 +3,11 @@ import random
 import re
 import time
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import yaml
+from rich.console import Console
 
 from lightning_ups.__main__ import main
 from lightning_ups.commands import tune
@@ -238,6 +240,19 @@ def test_the_live_table_draws_its_clock(monkeypatch):
     assert tune._live_table([]).row_count == 0
     late = tune._live_table([(replace(progress, left_s=0.0), time.monotonic())])
     assert str(late.title).endswith("; the time is over, and it ends soon")
+
+
+def test_a_terminal_shows_a_live_table(monkeypatch):
+    screen = Console(file=StringIO(), force_terminal=True, width=150)
+    monkeypatch.setattr(tune, "Console", lambda **_: screen)
+    row = Row(name="a", choice={}, configuration=Configuration(words=[]), result=Result(samples_per_s=3.0))
+    with tune._shown() as show:
+        show(Progress(rows=[row], doing="final", running=["a"], passed_s=61, left_s=100, step_left_s=7))
+        time.sleep(1.5)
+    text = screen.file.getvalue()
+    assert "at most 1:3" in text
+    assert "Ctrl-C" in text
+    assert "a" in text
 
 
 @pytest.mark.usefixtures("table")
