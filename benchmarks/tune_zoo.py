@@ -179,8 +179,8 @@ class Judge:
             self._say("tune: no time for a slice")
             return False
         used = sum(record["wall_s"] for record in slices)
-        # What the store has is found again at once. The finals and verification need some time in any case.
-        minutes = max(self._options.minutes - used / 60, 0.1 * self._options.minutes, 0.5)
+        # What the store has is found again at once. The last 30 % are those of the final.
+        minutes = max(self._options.minutes - used / 60, 0.3 * self._options.minutes)
         output = self._folder / "tuned"
         for path in self._folder.glob("tuned*"):
             path.unlink()
