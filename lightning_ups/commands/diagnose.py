@@ -338,7 +338,8 @@ def _follow(path: Path, child: "subprocess.Popen[Any]") -> Iterator[Row | None]:
 
 def _last_lines(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error:") or "Error" in line.partition(":")[0]]
+    errors = [line for line in lines if line.startswith("error:")]
+    errors = errors or [line for line in lines if "Error" in line.partition(":")[0]]
     return (errors or lines or ["the process ended without a message"])[-1].removeprefix("error: ").rstrip(".")
 
 

@@ -62,7 +62,9 @@ def resolve(path: Path) -> Path:
             f"{path} is a folder, and no checkpoint. One of several files has its marker, {folder.MARKER}, beside them,"
             f" and one of a single file ends in .ckpt. {cure}"
         )
-    none = "No whole one is beside it" + ("; what is left of this one can be deleted." if path.exists() else ".")
+    none = "There is no complete checkpoint beside it" + (
+        "; what is left of this one can be deleted." if path.exists() else "."
+    )
     cure = f"Use {str(beside)!r}, the newest whole one beside it." if beside else none
     if not path.exists():
         raise FileNotFoundError(f"The checkpoint {path} does not exist. {cure}")
