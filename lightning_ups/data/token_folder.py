@@ -1,5 +1,6 @@
 """A folder of tokens: memory-mapped files with the boundaries of documents, and a writer that can be interrupted."""
 
+import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -84,9 +85,7 @@ class TokenFolder:
 
     def tokenizer(self) -> Any:
         """Return the `tokenizers.Tokenizer` that made the tokens."""
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_file(str(self.path / TOKENIZER))
+        return importlib.import_module("tokenizers").Tokenizer.from_file(str(self.path / TOKENIZER))
 
     def __reduce__(self) -> tuple[type["TokenFolder"], tuple[Path]]:
         return type(self), (self.path,)

@@ -1,6 +1,7 @@
 """Tokenizers, and the tokens of documents as arrays."""
 
 import hashlib
+import importlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator
@@ -53,16 +54,13 @@ def load_encoding(name: str, *, bos: str | None, eos: str | None) -> Encoding:
         ImportError: If the package `tokenizers` is missing.
         ValueError: If a token is not in the vocabulary, or the end token is not known.
     """
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ImportError("tokenize needs the package tokenizers: pip install tokenizers.") from None
+    library = _tokenizers()
     if name == "bytes":
         tokenizer, known_eos = _of_bytes(), _ENDS[0]
     else:
         file, known_eos = _find(name)
         try:
-            tokenizer = Tokenizer.from_file(file)
+            tokenizer = library.Tokenizer.from_file(file)
         except Exception as error:  # noqa: BLE001  (tokenizers raises Exception itself)
             raise ValueError(f"--tokenizer {name}: {file} is not a tokenizer.json: {error}") from None
     tokenizer.no_truncation()
@@ -94,9 +92,7 @@ class Encoder:
     def __call__(self, texts: Iterable[str]) -> tuple[Array, Array, Array]:
         """Return the tokens of all documents, the number of tokens of each, and the hash of its text."""
         if self._tokenizer is None:
-            from tokenizers import Tokenizer
-
-            self._tokenizer = Tokenizer.from_str(self._encoding.tokenizer)
+            self._tokenizer = _tokenizers().Tokenizer.from_str(self._encoding.tokenizer)
         begin, end, dtype = self._encoding.begin, self._encoding.end, self._encoding.dtype
         pieces: list[Array] = []
         lengths: list[int] = []
@@ -125,14 +121,21 @@ def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
         yield some
 
 
+def _tokenizers() -> Any:
+    try:
+        return importlib.import_module("tokenizers")
+    except ImportError:
+        raise ImportError("tokenize needs the package tokenizers: pip install tokenizers.") from None
+
+
 def _of_bytes() -> Any:
     """Return a tokenizer whose tokens are bytes, and one that ends a document."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
+    library = _tokenizers()
+    models, pre_tokenizers = library.models, library.pre_tokenizers
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = library.Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.decoder = library.decoders.ByteLevel()
     tokenizer.add_special_tokens([_ENDS[0]])
     return tokenizer
 
