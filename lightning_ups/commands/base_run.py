@@ -37,7 +37,8 @@ from lightning_ups.insight.tune import (
 )
 
 _AFFECTS_SPEED = re.compile(r"NUM_THREADS$|^(DNNL|ONEDNN|MALLOC)_|^LD_PRELOAD$")  # beside `relevant_variables`
-_OF_A_JOB = re.compile(r"SLURM_|PL_GLOBAL_SEED$|.*RANK$|.*WORLD_SIZE$")
+# Which of equal GPUs a search uses, and where caches are, changes no result.
+_OF_A_JOB = re.compile(r"SLURM_|PL_GLOBAL_SEED$|.*RANK$|.*WORLD_SIZE$|CUDA_VISIBLE_DEVICES$|.*CACHE_DIR$")
 Parse = Callable[[Sequence[str]], RequestedRun]
 
 

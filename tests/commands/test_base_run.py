@@ -180,3 +180,13 @@ def test_trials_at_once_have_cores_of_their_own(monkeypatch, cores, workers, per
     monkeypatch.setattr(base_run, "usable_cores", lambda: cores)
     names = [str(index) for index in range(8)]
     assert len(base_run.undisturbed(names, per_trial, workers=workers)) == count
+
+
+def test_the_number_of_a_gpu_and_the_place_of_caches_change_no_result(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    before = base_run._variables()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    assert base_run._variables() == before
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert base_run._variables() != before
