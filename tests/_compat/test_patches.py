@@ -143,6 +143,7 @@ EXCEPTIONS = {
     "_compat/torch/fsdp/state.py: hang_hooks": "our own",
     "callbacks/compile.py: on_news": "our own",
     "callbacks/step_guard.py: save_checkpoint": "public, of one strategy",
+    "commands/trial.py: step": "schedulers of a trial, in a process that ends with it",
     "commands/machine/packages.py: stdout": "public",
     "commands/machine/packages.py: stderr": "public",
     "config/suggestions.py: error": "public, of one parser",

@@ -31,6 +31,7 @@ def test_runs_that_take_turns(import_benchmark, judged, tmp_path, monkeypatch, c
     assert alarms.startswith("false alarms: ")
 
 
+@pytest.mark.slow
 def test_each_run_in_a_process_of_its_own(run_benchmark, judged):
     done = run_benchmark("compare_pairs", *SIZES, "--pairs", "1", "--output", "pairs.jsonl")
     assert done.returncode == 0, done.stderr

@@ -99,7 +99,8 @@ def test_user_code_sees_the_length_of_the_run_and_a_short_one_goes_on(ups, folde
     assert Cycled.seen == seen[next(iter(limit))]
 
 
-@pytest.mark.parametrize("how", ["crash", pytest.param("hang", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["crash", "hang"])
 def test_a_crash_or_a_hang_costs_one_row(folder, quick, monkeypatch, capsys, how):
     monkeypatch.setattr(diagnose, "_LIMIT_S", 8.0)
     (folder / "run.yaml").write_text(json.dumps(run(model={"class_path": f"{HERE}.Breaks", "init_args": {"how": how}})))

@@ -253,6 +253,7 @@ def test_a_trial_in_its_own_process(tmp_path):
     assert found.start_s > 1, "from the start of the process"
 
 
+@pytest.mark.slow
 def test_a_trial_whose_command_was_killed_ends_itself(tmp_path):
     python = "import sys, time\nfrom lightning_ups.commands import measured_fit\n"
     python += "from pathlib import Path\noptions = dict(seconds=1, precision=0.1, floor=0, began=0, limit=-6)\n"

@@ -69,6 +69,7 @@ def test_an_error_in_a_process_is_a_line_and_what_was_done_is_kept(ups, tmp_path
     assert (tmp_path / "out" / "progress.json").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_command_continues_with_the_same_bytes(ups, tmp_path):
     source = jsonl(tmp_path / "a.jsonl", texts(9000))
     assert ups(*words(tmp_path, source, "whole", "--workers", "1")).code == 0
