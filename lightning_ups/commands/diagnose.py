@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +33,7 @@ from lightning_ups.insight.processes import end_group, exit_on_signals
 from lightning_ups.insight.throughput import PHASE_NAMES
 
 Row = dict[str, Any]
+_STOPPING = (EarlyStopping, Timer)
 _PROBE = "--probe"  # FILE: for the processes that this command starts
 _FOLDER = ".diagnose-"
 _START_S = 120.0  # for imports, data, compilation and warm-up; longer if more minutes are given
@@ -366,7 +367,7 @@ def fit_options(*, probe: str, **_: Any) -> dict[str, Any]:
                 _redirect(settings, folder)
             return super().instantiate_classes(cfg, *args, **options)
 
-    callbacks = [Continued(), Probe(report, **spec, done=_leave)]
+    callbacks = [_OfTheModule(), Continued(), Probe(report, **spec, done=_leave)]
     return {"parser_class": Redirected, "save_config_callback": None, "trainer_defaults": {"callbacks": callbacks}}
 
 
@@ -398,7 +399,7 @@ def _redirect(settings: Namespace, folder: Path) -> None:
         "limit_val_batches": 0 if validation in (0, 0.0) else 1,
     }
     callbacks = items(settings["trainer.callbacks"])
-    stopping = [each for each in callbacks if issubclass(_kind(each), EarlyStopping | Timer)]
+    stopping = [each for each in callbacks if issubclass(_kind(each), _STOPPING)]
     if stopping:  # they would end the run before everything is measured
         trainer["callbacks"] = [each for each in callbacks if each not in stopping]
     if endless(settings["trainer"], has_timer=any(issubclass(_kind(each), Timer) for each in stopping)):
@@ -411,6 +412,18 @@ def _redirect(settings: Namespace, folder: Path) -> None:
     for callback in items(settings["trainer.callbacks"]):
         if isinstance(callback, Namespace) and callback.get("init_args.dirpath") is not None:
             callback["init_args.dirpath"] = str(folder / "checkpoints")
+
+
+class _OfTheModule(Callback):
+    """Treats the callbacks of the module's ``configure_callbacks`` as those of the configuration."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        kept = [each for each in trainer.callbacks if not isinstance(each, _STOPPING)]  # type: ignore[attr-defined]
+        trainer.callbacks = kept  # type: ignore[attr-defined]
+        for callback in trainer.checkpoint_callbacks:
+            if getattr(callback, "dirpath", None) is not None:
+                callback.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))  # type: ignore[attr-defined]
 
 
 def _kind(callback: Any) -> type:

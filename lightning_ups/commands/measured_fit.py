@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.torch.device import CudaClock
 from lightning_ups.callbacks import RunManifest, TextSample, TokenThroughput, TrainingReport, UnigramBaseline
-from lightning_ups.commands.trial import Continued, Nowhere, Patience, endless
+from lightning_ups.commands.trial import Continued, Nowhere, Only, Patience, endless
 from lightning_ups.config.errors import short_text
 from lightning_ups.config.layers import items
 from lightning_ups.insight.throughput import Count, clock_for, counter
@@ -79,7 +79,7 @@ def measure(
     def arrange(settings: Mapping[str, Any], callbacks: Sequence[Callback]) -> tuple[dict[str, Any], list[Callback]]:
         has_timer = any(isinstance(each, Timer) for each in (*items(settings.get("callbacks")), *callbacks))
         limits = {"max_epochs": -1} if endless(settings, has_timer=has_timer) else {}
-        return {**_arranged(settings, folder), **limits}, [*_kept(callbacks), Patience(), watch]
+        return {**_arranged(settings, folder), **limits}, [*_kept(callbacks), Only(_is_kept), Patience(), watch]
 
     # The engine kills this process earlier, unless it was killed itself. Works within a C extension, too.
     faulthandler.dump_traceback_later(1.2 * limit + 10, exit=True, file=2)
@@ -114,7 +114,11 @@ def _arranged(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _kept(callbacks: Sequence[Callback]) -> list[Callback]:
-    return [callback for callback in callbacks if not isinstance(callback, _LEFT_OUT)]
+    return [callback for callback in callbacks if _is_kept(callback)]
+
+
+def _is_kept(callback: Callback) -> bool:
+    return not isinstance(callback, _LEFT_OUT)
 
 
 class Stopwatch(Continued):

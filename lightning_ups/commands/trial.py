@@ -3,7 +3,7 @@
 import logging
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
@@ -125,11 +125,12 @@ class Trial:
             plugins = [plugin for plugin in plugins if not isinstance(plugin, Precision)] + [precision]
         elif not plain and self.settings.get("precision") is not None:
             settings["precision"] = self.settings["precision"]
+        callbacks = [*([] if plain else self.declared), _Seeded(self.seed), Patience(), watch]
         return Trainer(
             **settings,
             strategy="auto" if plain else self.settings["strategy"],
             plugins=plugins or None,
-            callbacks=[*([] if plain else self.declared), _Seeded(self.seed), Patience(), watch],
+            callbacks=[Only(lambda each: isinstance(each, Step | Only) or each in callbacks), *callbacks],
             devices=1,
             use_distributed_sampler=False,  # it would shuffle in another way than a single device does
             max_steps=steps,
@@ -173,6 +174,17 @@ class _Seeded(Callback):
         seed_everything(self._seed, workers=True, verbose=False)
 
 
+class Only(Callback):
+    """Leaves out callbacks that a trial does not want, also those of the module's ``configure_callbacks``."""
+
+    def __init__(self, is_wanted: Callable[[Callback], bool]) -> None:
+        self._is_wanted = is_wanted
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        trainer.callbacks = [each for each in trainer.callbacks if self._is_wanted(each)]  # type: ignore[attr-defined]
+
+
 class Patience(Callback):
     """Lets schedulers wait that go by what validation measures, since a trial validates nothing."""
 
@@ -191,17 +203,25 @@ class Continued(Callback):
     """
 
     has_ended = False  # whether the run is past its own end
+    _has_batches = False  # whether this epoch has any
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._has_batches = True
         if self.has_ended or not _is_last_step(trainer):
             return
         self.has_ended = True
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
         for config in trainer.lr_scheduler_configs:
             config.scheduler.step = _stay  # OneCycleLR raises an error after its last step
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.has_ended and not self._has_batches:
+            trainer.should_stop = True  # a stream that can be read once is over: epochs without steps would not end
+        self._has_batches = False
 
 
 def endless(settings: Mapping[str, Any], *, has_timer: bool) -> bool:

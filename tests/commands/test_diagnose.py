@@ -99,6 +99,17 @@ def test_user_code_sees_the_length_of_the_run_and_a_short_one_goes_on(ups, folde
     assert Cycled.seen == seen[next(iter(limit))]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_callbacks_of_the_module_neither_write_nor_end_the_run(ups, folder, monkeypatch):
+    monkeypatch.setattr(diagnose, "_leave", lambda trainer: None)  # this process
+    spec = {"rows": str(folder / "rows"), "token": "x", "seconds": 0.1, "only_steps": True}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    tree = run(model={"class_path": "tests.commands.test_measured_fit.Bringing"})
+    assert ups("diagnose", "--probe", "spec.json", tree=tree).code == 0
+    assert not (folder / "precious").exists()
+    assert '"shares"' in (folder / "rows").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["crash", "hang"])
 def test_a_crash_or_a_hang_costs_one_row(folder, quick, monkeypatch, capsys, how):

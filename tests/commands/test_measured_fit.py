@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ups.__main__ import main
@@ -45,6 +46,14 @@ class Cycled(cli_toys.Toy):
             assert Cycled.seen[1:] == (self.trainer.max_epochs, self.trainer.max_steps)
 
 
+class Bringing(Cycled):
+    """Brings callbacks that write into a folder of the user, and that end the run."""
+
+    def configure_callbacks(self):
+        saving = ModelCheckpoint("precious", filename="best", every_n_train_steps=1)
+        return [EarlyStopping("no_such_loss"), saving, Marking()]
+
+
 class Manual(Cycled):
     """Optimizes by itself."""
 
@@ -66,12 +75,20 @@ class Endless(cli_toys.Data):
         return DataLoader(Stream(self.size))
 
 
+class Once(cli_toys.Data):
+    """Is a stream that can be read once."""
+
+    def train_dataloader(self):
+        batches = iter(torch.randn(5, 4, 8))
+        return DataLoader(Stream(batches), batch_size=None)
+
+
 class Stream(IterableDataset):
     def __init__(self, size):
         self.size = size
 
     def __iter__(self):
-        return iter(torch.randn(self.size, 8))
+        return iter(torch.randn(self.size, 8)) if isinstance(self.size, int) else self.size
 
 
 class Marking(Callback):
@@ -124,6 +141,23 @@ def test_a_fit_is_measured_and_leaves_no_files(tmp_path, monkeypatch):
     assert found.start_s > 0
     assert (found.device, found.devices) == ("cpu", 1)
     assert Marking.steps == 2 * (found.steps + found.warmup), "two batches a step; the user's callbacks run"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_callbacks_of_the_module_neither_write_nor_end_the_trial(tmp_path, monkeypatch):
+    Marking.steps = 0
+    found = measured(tmp_path, monkeypatch, settings(f"{__name__}.Bringing"))
+    assert found.failure is None
+    assert found.steps >= 8
+    assert Marking.steps > 0, "its other callbacks run"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trial_ends_with_a_stream_that_can_be_read_once(tmp_path, monkeypatch):
+    given = settings(max_steps=-1, max_epochs=1)
+    given["data"] = {"class_path": f"{__name__}.Once"}
+    found = measured(tmp_path, monkeypatch, given)
+    assert found.steps + found.warmup == 5
 
 
 class Compiling(cli_toys.Toy):

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import Precision
 
 from lightning_ups.callbacks import ActivationCheckpoint
@@ -66,6 +67,19 @@ def test_a_module_may_write_to_a_logger_and_wait_for_validation():
     tried.fit(watch, steps=20)
     assert watch.trainer.current_epoch > 1
     assert len(watch.losses) == 20
+
+
+class Saving(Toy):
+    """Brings a callback that writes into a folder of the user."""
+
+    def configure_callbacks(self):
+        return [ModelCheckpoint("precious", every_n_train_steps=1)]
+
+
+def test_callbacks_of_the_module_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trial(module=Saving()).fit(Watch(), steps=3)
+    assert not [*tmp_path.iterdir()]
 
 
 class Built(Toy):
