@@ -1,6 +1,6 @@
 """Decide whether a run may replace another: at most so much slower, and its loss at most so much worse."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite, isnan
 
@@ -64,12 +64,14 @@ def gate(
     """
     found = {effect.name: effect for effect in effects(base, new, warmup=warmup)}
     names = [name for name in found if name not in (STEP, MEAN_STEP)]
+    others: list[str] = []
     if metric is None:
         losses = [name for name in (*_LOSSES, *names) if name in found and "loss" in name.lower()]
         is_tested = [isfinite(found[name].difference.low) or loss is not None for name in losses]
         metric = next(
             (name for name, tested in zip(losses, is_tested, strict=True) if tested), next(iter(losses), None)
         )
+        others = [name for name in losses if name != metric]
     if metric is not None and metric not in names:
         raise ValueError(f"--metric {metric} is not in all runs. They have {', '.join(names[:12]) or 'no metric'}.")
     if slower is not None and STEP not in found:
@@ -90,7 +92,7 @@ def gate(
         if higher is None:
             higher = is_higher_better(metric, [*base.runs, *new.runs])
         decisions.append(_loss(found[metric], loss, higher=higher, runs=_most_runs(base, new)))
-    return _joined([*_endings(base, new, metric), *decisions])
+    return _joined([*_endings(base, new, metric), *decisions, *_others(found[name] for name in others)])
 
 
 def percent(share: float, *, sign: bool = False) -> str:
@@ -197,6 +199,18 @@ def _loss(effect: Effect, band: Band | None, *, higher: bool, runs: int) -> Deci
     if band is None and found.value > 0:
         return Decision(CANNOT_TELL, f"{said} by {_few(effect)}: log it more often, or give a band such as --loss 1%")
     return Decision(PASS if found.value <= limit else FAIL, f"{said} by {_few(effect)}; {allowed}")
+
+
+def _others(losses: Iterable[Effect]) -> Iterator[Decision]:
+    """Yield what forbids to pass in losses that do not decide, since they have too few values or another does."""
+    for effect in losses:
+        if "new" in effect.not_finite:
+            yield _loss(effect, None, higher=False, runs=1)
+        elif effect.points and not isfinite(effect.difference.low):
+            limit, allowed = _limit(effect, _ALLOWED)
+            if effect.difference.value > limit:
+                said = f"{effect.name} is {effect.new:.4g} against {effect.base:.4g} by {_few(effect)}; {allowed}"
+                yield Decision(CANNOT_TELL, f"{said}: log it more often, or decide by --metric {effect.name} --loss 2%")
 
 
 def _limit(effect: Effect, band: Band) -> tuple[float, str]:

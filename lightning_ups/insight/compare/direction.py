@@ -20,7 +20,7 @@ _PHRASES = (  # of several words, with one word that says the same
     (re.compile(r"/dataloader_idx_\d+$"), ""),
     (re.compile(r"_per_(s|sec|second)\b"), "_persecond"),
     (re.compile(r"cross_?entropy|(neg|negative)_log_likelihood", re.IGNORECASE), "nll"),
-    (re.compile(r"^1 ?- ?"), "neg_"),
+    (re.compile(r"(^|[/_ .])1 ?- ?"), "_neg_"),
 )
 
 

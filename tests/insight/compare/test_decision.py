@@ -177,7 +177,8 @@ def test_few_values_show_no_noise():
     assert decided(base, new, loss=Band(0.2)).verdict == PASS
     for index, each in enumerate((base, new)):
         each.series["train_loss"] = run(loss=losses(index)).series["loss"]
-    assert decided(base, new).reason.startswith("train_loss is")
+    assert decided(base, new).verdict == CANNOT_TELL
+    assert decided(base, new).reason.startswith("val_loss is")
     assert decided(base, new, loss=Band(0.2)).reason.startswith("val_loss is")
 
 
@@ -185,6 +186,15 @@ def test_an_equal_or_lower_loss_passes_however_few_values_there_are():
     for values in ([0.5], [3.0, 2.0, 1.0], [0.9] * 40):
         assert decided(run(val_loss=values), run(val_loss=values)).verdict == PASS
     assert decided(run(val_loss=[0.5]), run(val_loss=[0.4])).verdict == PASS
+
+
+@pytest.mark.parametrize(("last", "verdict"), [(0.5, PASS), (0.505, PASS), (5.0, CANNOT_TELL), (np.nan, FAIL)], ids=str)
+def test_a_validation_loss_with_few_values_is_not_ignored(last, verdict):
+    base = run(val_loss=[3.0, 2.0, 1.0, 0.7, 0.5], train_loss=losses(0))
+    new = run(val_loss=[3.0, 2.0, 1.0, 0.7 if last < 1 else last, last], train_loss=losses(0))
+    decision = decided(base, new)
+    assert decision.verdict == verdict
+    assert verdict == PASS or "val_loss" in decision.reason
 
 
 def test_not_finite_fails_whatever_the_band():

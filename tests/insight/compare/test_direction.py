@@ -58,6 +58,8 @@ UNKNOWN = [
     "accumulated",
     "entropy",
     "1-auc",
+    "val/1-ssim",
+    "val_1-acc",
 ]
 
 
