@@ -1,6 +1,7 @@
 """The processes of a run: how they communicate, and errors and log lines if some of them are missing."""
 
 import logging
+import os
 import shlex
 import sys
 import threading
@@ -95,6 +96,8 @@ def refuse_notebook(strategy: str, count: int) -> None:
 def rendezvous(environment: ClusterEnvironment, *, timeout: timedelta) -> Iterator[None]:
     """Log, on one process of each node, that the context waits for other processes, and explain its timeout.
 
+    In a notebook, the address and port are not left in the environment: scripts that it starts would inherit them.
+
     Args:
         environment: The cluster environment, with the number of processes and the address.
         timeout: The time after which torch gives up.
@@ -103,6 +106,8 @@ def rendezvous(environment: ClusterEnvironment, *, timeout: timedelta) -> Iterat
         RuntimeError: If the rendezvous failed.
     """
     over = threading.Event()
+    is_alone = environment.world_size() == 1 and "LOCAL_RANK" not in os.environ
+    before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")} if is_alone else {}
     if environment.local_rank() == 0 and not dist.is_initialized():
         # A daemon: torch waits in C++, and a process that is ended meanwhile must not wait for this thread.
         threading.Thread(target=_report_waiting, args=(over, environment, timeout), daemon=True).start()
@@ -112,6 +117,9 @@ def rendezvous(environment: ClusterEnvironment, *, timeout: timedelta) -> Iterat
         raise RuntimeError(_failed(str(error), environment, timeout)) from error
     finally:
         over.set()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
 
 
 def _report_waiting(over: threading.Event, environment: ClusterEnvironment, timeout: timedelta) -> None:
@@ -129,6 +137,8 @@ def _failed(error: str, environment: ClusterEnvironment, timeout: timedelta) -> 
         return (
             f"{_process(environment)} cannot use port {environment.main_port} for the rendezvous, because another"
             " process uses it. End that process, or set MASTER_PORT to a free port, the same for all processes."
+            " If a process that trains has started this one, do not let it inherit MASTER_ADDR, MASTER_PORT, LOCAL_RANK"
+            " and NODE_RANK."
         )
     return (
         f"{_process(environment)} has not met the others at {_address(environment)} in"

@@ -51,8 +51,10 @@ def test_cells_of_the_page_train_on_one_device_and_train_again(tmp_path):
     page = [*blocks((ROOT / "docs/notebooks.md").read_text(), "python")]
     last = "print('LAST', trainer.global_step, type(trainer.strategy).__name__)"
     simple = "from lightning_ups.strategies import *; trainer = L.Trainer(strategy=SimpleFSDPStrategy(), devices=1)"
-    out = run_cells(tmp_path, *page, *page, last, simple, last)
+    left = "import os; print('PORT', os.environ.get('MASTER_PORT'))"  # which a script of the next cell would inherit
+    out = run_cells(tmp_path, *page, left, *page, last, simple, last)
     assert "ERROR" not in out, out
+    assert "\nPORT None\n" in out
     assert out.count("HTML object") == len([*tmp_path.rglob("report.html")]) == 2
     assert "\nLAST 16 FSDP2Strategy\n" in out
     assert "\nLAST 0 SimpleFSDPStrategy\n" in out
