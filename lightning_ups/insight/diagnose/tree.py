@@ -333,7 +333,8 @@ TREE: tuple[Cause, ...] = (
         lost=lambda f: f["checkpoint_share"],
         least=0.05,
         sentence=lambda f: (
-            f"Checkpoints take {_percent(f['checkpoint_share'])} of the time: {_ms(f['save_s'])} each"
+            f"Checkpoints take {_percent(f['checkpoint_share'])} of the time"
+            + (f": {_ms(f['save_s'])} each" if f["save_s"] else "")
             + (f", every {int(f['save_every'])} steps" if f["save_every"] else "")
         ),
         fix=_save_less,

@@ -86,3 +86,8 @@ def test_a_setting_of_the_data_is_changed_in_yaml():
 def test_a_number_that_was_not_measured_is_zero():
     assert Facts()["anything"] == 0
     assert Facts().of_step("anything") == 0
+
+
+def test_a_time_of_a_checkpoint_that_was_not_measured_is_left_out():
+    (found,) = findings(Facts(checkpoint_share=0.22))
+    assert found.sentence == "Checkpoints take 22 % of the time"
