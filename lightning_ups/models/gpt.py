@@ -14,8 +14,6 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
@@ -24,7 +22,7 @@ from typing_extensions import override
 from lightning_ups.kernels.attention import Documents, attention
 from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy
 from lightning_ups.models.generate import generate
-from lightning_ups.models.optimizer import Schedule, adamw, scheduler
+from lightning_ups.models.optimizer import Schedule, ScheduledAdamW
 from lightning_ups.order.arguments import check_choice
 
 Size = Literal["tiny", "150M", "1B", "8B"]
@@ -344,7 +342,7 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
-class GPTModule(LightningModule):
+class GPTModule(ScheduledAdamW):
     """Trains a `GPT` to predict the next token.
 
     A batch is a tensor of tokens [batch, seq + 1] of any integer dtype, or has the attributes ``tokens``, ``targets``
@@ -457,19 +455,6 @@ class GPTModule(LightningModule):
         if not isinstance(batch, Tensor):
             return self.model(batch.tokens.long(), batch.targets.long(), batch.documents)
         return self.model(batch[:, :-1].long(), batch[:, 1:].long())
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = adamw(self, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=self.fused)
-        steps = scheduler(
-            optimizer,
-            schedule=self.schedule,
-            warmup_steps=self.warmup_steps,
-            total_steps=self.trainer.estimated_stepping_batches,
-            final_fraction=self.final_fraction,
-            decay_fraction=self.decay_fraction,
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps, "interval": "step"}}
 
     def generate(self, prompt: Tensor, **options: Any) -> Tensor:
         """Return ``prompt`` [batch, seq] followed by sampled tokens; see `generate` for the options."""

@@ -6,9 +6,12 @@ from functools import partial
 from typing import Literal
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
 
 Schedule = Literal["cosine", "wsd", "constant"]
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -96,3 +99,29 @@ def factor(
     done = min(max((step - start) / max(total_steps - start, 1), 0.0), 1.0)
     fallen = (1 - math.cos(math.pi * done)) / 2 if schedule == "cosine" else done
     return 1 - (1 - final_fraction) * fallen
+
+
+class ScheduledAdamW(LightningModule):
+    """A module that trains with `adamw` and `scheduler`, by the arguments that its constructor has stored."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    fused: bool | None
+    schedule: Schedule
+    warmup_steps: int
+    final_fraction: float
+    decay_fraction: float
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = adamw(self, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=self.fused)
+        steps = scheduler(
+            optimizer,
+            schedule=self.schedule,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.trainer.estimated_stepping_batches,
+            final_fraction=self.final_fraction,
+            decay_fraction=self.decay_fraction,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps, "interval": "step"}}

@@ -13,15 +13,13 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from typing_extensions import override
 
 from lightning_ups.models.field_metrics import NRMSE, CorrelationTime, SpectralError, nrmse, spectral_error
 from lightning_ups.models.field_pictures import log_picture, rollout_strip
-from lightning_ups.models.optimizer import Schedule, adamw, scheduler
+from lightning_ups.models.optimizer import Schedule, ScheduledAdamW
 from lightning_ups.order.arguments import check_choice, check_finite, check_least
 
 Boundary = Literal["periodic", "open"]
@@ -214,7 +212,7 @@ class WindowAttention(nn.Module):
         return x.roll(shifts, dims=(1, 2)) if any(shifts) else x
 
 
-class PDEModule(LightningModule):
+class PDEModule(ScheduledAdamW):
     """Trains a `PDETransformer` to predict fields, step by step.
 
     A batch is (inputs [batch, inputs, channels, *grid], targets [batch, steps, channels, *grid], conditions
@@ -369,19 +367,6 @@ class PDEModule(LightningModule):
         for index, name in enumerate(fields):
             target, found = (frames[:, index] for frames in shown)
             log_picture(self.loggers, f"rollout/{name}", rollout_strip(target, found), step=self.global_step)
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = adamw(self, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=self.fused)
-        steps = scheduler(
-            optimizer,
-            schedule=self.schedule,
-            warmup_steps=self.warmup_steps,
-            total_steps=self.trainer.estimated_stepping_batches,
-            final_fraction=self.final_fraction,
-            decay_fraction=self.decay_fraction,
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps, "interval": "step"}}
 
 
 def _stage(config: PDEConfig, level: int) -> nn.ModuleList:
