@@ -51,12 +51,14 @@ def main(argv: Sequence[str]) -> int:
         "end": encoding.end,
         "part_bytes": _PART_BYTES,  # `done` counts parts
     }
-    from lightning_ups.data.token_folder import TokenFolder, TokenWriter  # with torch, which takes seconds
+    # These import torch, which takes seconds.
+    from lightning_ups._compat.environment import usable_cores
+    from lightning_ups.data.token_folder import TokenFolder, TokenWriter
 
     writer = TokenWriter(asked.output, recipe=recipe, dtype=encoding.dtype)
     if writer.info is None:
         work = _Work(encoding, field=asked.field, separator=separator)
-        _write(writer, parts, work, workers=asked.workers or _num_cores())
+        _write(writer, parts, work, workers=asked.workers or usable_cores())
         writer.finish(
             tokenizer=encoding.tokenizer,
             vocab_size=encoding.vocab_size,
@@ -174,10 +176,6 @@ def _progress(total: int, *, done: int, writer: "TokenWriter") -> Iterator[Any]:
                 print(f"{finished / max(total, 1):.0%}: {text}", file=sys.stderr, flush=True)
 
         yield advance
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _digest(files: Sequence[str]) -> str:

@@ -326,7 +326,7 @@ class Search:
                 self._planned = len(rows) - index - 1
                 self._play(row, number)
             for row in rows:
-                self._reject_wrong_losses(row)  # now that the stock run was played, too
+                self._reject_wrong_losses(row)
             rows = [row for row in rows if row.has_worked]
             if not rows:
                 return
@@ -345,7 +345,6 @@ class Search:
             row.why = f"failed in the final: {found.failure_line}"
         else:
             row.finals.append(found)
-            self._reject_wrong_losses(row)
         self._show()
 
     def _known(self, rows: Sequence[Row], *, rounds_are_over: bool = False) -> Rounds:
