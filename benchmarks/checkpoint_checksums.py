@@ -334,7 +334,7 @@ def _parts() -> Iterator[dict[str, list[float]]]:
         "read": (checksums.RecordReader, "_read"),
         "start copies": (lanes._Buffer, "send"),
         "wait for copies": (lanes._Buffer, "wait"),
-        "verify": (lanes.Lane, "verify"),
+        "verify": (lanes, "verify"),
         "sum on device": (lanes, "device_sums"),
         "compare sums": (checksums.Chunks, "check"),
         "sum on host": (checksums, "_check_bytes"),

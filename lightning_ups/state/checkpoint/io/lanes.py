@@ -124,8 +124,7 @@ class Lanes:
         crew = _Crew(lanes, work_to_the_end, size=len(parts))
         try:
             crew.work()
-            for lane in lanes:
-                lane.verify()
+            verify(*lanes)
         except BaseException:
             try:
                 crew.end()
@@ -272,7 +271,7 @@ class Lane:
         return found
 
     def fill(self, target: Tensor, reader: RecordReader, place: int) -> None:
-        """Fill ``target``, a row of bytes, and verify it; `settle` and `verify` must follow.
+        """Fill ``target``, a row of bytes, and verify it; `settle` and then `verify` must follow.
 
         Args:
             target: To be filled.
@@ -313,16 +312,10 @@ class Lane:
             for buffer in buffers:
                 buffer.wait()
 
-    def verify(self) -> None:
-        """Verify the chunks that are on their device, which must be filled.
-
-        Raises:
-            DamagedFileError: If anything differs from what was written.
-        """
+    def take_unverified(self) -> list[Chunks]:
+        """Return the chunks that were filled since the last call and that their device must verify."""
         unverified, self._unverified = self._unverified, []
-        sums = _device_sums([chunks.data for chunks in unverified])
-        for chunks, found in zip(unverified, sums, strict=True):
-            chunks.check(found)
+        return unverified
 
     def close(self) -> None:
         """Free the buffers."""
@@ -339,6 +332,18 @@ class Lane:
         if device not in self._buffers:
             self._buffers[device] = _Buffer(self.piece, device), _Buffer(self.piece, device)
         return self._buffers[device]
+
+
+def verify(*lanes: Lane) -> None:
+    """Verify the chunks that ``lanes`` left to their devices, which must be filled.
+
+    Raises:
+        DamagedFileError: If anything differs from what was written.
+    """
+    unverified = [chunks for lane in lanes for chunks in lane.take_unverified()]
+    sums = _device_sums([chunks.data for chunks in unverified])
+    for chunks, found in zip(unverified, sums, strict=True):
+        chunks.check(found)
 
 
 class _Buffer:
@@ -385,11 +390,13 @@ class _Buffer:
 
 def _device_sums(data: Iterable[Tensor]) -> Iterator[list[int]]:
     """Yield the checksums of the chunks of each of ``data``, computed for many at once."""
-    for batch in _batches(data):
-        sums, start = device_sums(batch), 0
+    batches = [*_batches(data)]
+    sums = [device_sums(batch) for batch in batches]  # all of them before the host waits for any
+    for batch, found in zip(batches, sums, strict=True):
+        numbers, start = found.cpu().numpy().view("<u8").tolist(), 0
         for each in batch:
             end = start - (-each.nbytes // CHUNK)
-            yield sums[start:end]
+            yield numbers[start:end]
             start = end
 
 
