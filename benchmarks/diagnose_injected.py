@@ -1,16 +1,18 @@
 """Which problem does `diagnose` name first in runs with one injected problem each, and in healthy ones?
 
-    python benchmarks/diagnose_injected.py --budget 560 --output FOLDER                    # all GPUs of the machine
+    python benchmarks/diagnose_injected.py --output FOLDER                                 # all GPUs of the machine
     python benchmarks/diagnose_injected.py --only slow_loader healthy_vision --output FOLDER
 
 Twelve runs have one problem each that costs about 15 % of a step, three are healthy: a GPT, a ResNet-50 and an MLP for
-a PDE. A case first measures the healthy step, then sets the amount of its fault until the step with it takes 1 / 0.85
-of that. `diagnose` then gets the configuration in FOLDER/CASE/run.yaml, as a user would start it, and writes
-FOLDER/CASE/found.json. A line of FOLDER/results.jsonl has the fault, its measured share, what `diagnose` named first,
-and its sentence. Called again with the same folder, the script makes the cases that are missing.
+a PDE. A case with a problem first measures the healthy step, then sets the amount of its fault until the step with it
+takes 1 / 0.85 of that. `diagnose` then gets the configuration in FOLDER/CASE/run.yaml, as a user would start it, and
+writes FOLDER/CASE/found.json, which has all evidence. A line of FOLDER/results.jsonl has the fault, its measured share,
+what `diagnose` named first, and its sentence; FOLDER/table.md has the table, after each case. Called again with the
+same folder, the script makes the cases that are missing; with --budget 1 it only prints the table.
 
-With several GPUs, cases run at the same time, each with its own GPUs and its share of the cores; --share says how many
-GPUs do so. Cases of two ranks need two GPUs. On a CPU the models are small and faults that need a GPU are left out.
+Several cases are under way on a GPU (--lanes), since most of their time is that of imports: one at a time has the GPU,
+the others wait for it. With several GPUs, cases also run at the same time. Each has its share of the cores. Cases of
+two ranks need two GPUs. On a CPU the models are small and faults that need a GPU are left out.
 """
 
 import argparse
@@ -29,15 +31,18 @@ from typing import Any
 
 import torch
 import yaml
-from cases import add_to, prepare
+from cases import add_to, keep, prepare
+from injected import TURNS, take_turn
 from processes import ROOT, finished, result_of, told_to_end
-from side_by_side import Run, SideBySide, fitted
+from side_by_side import Run, SideBySide, visible_as
 from typing_extensions import override
 
 TARGET, TOLERANCE = 0.15, 0.02  # of a step: what a fault is to cost, and how near is near enough
 TRIALS = 5  # of the amount of a fault, at most
 CUDA = torch.cuda.is_available()
 RESULTS = "results.jsonl"
+START_S = 60  # of a process: imports, and the end
+EXPECTED_S = 100  # of a case, with its waits for the GPU
 
 
 @dataclass(frozen=True)
@@ -228,7 +233,8 @@ class Calibration:
             config = config_of(self._name, amount, active=active)
             path = Path(folder) / "run.yaml"
             path.write_text(yaml.safe_dump(config))
-            Timed(args=["fit", "--config", str(path)])
+            # Its profiler would run within the measured steps.
+            Timed(args=["fit", "--config", str(path), "--throughput.enabled=false", "--manifest.enabled=false"])
             assert clock.taken, "the run ended before it was measured"
         taken = clock.taken
         if active and self._name == "tiny_batch":
@@ -269,8 +275,7 @@ def _of_rank_0(value: Any) -> Any:
 def calibrate(name: str, *, seconds: float, limit: float) -> dict[str, Any]:
     """Return the amount of the fault of a case, and what was measured with it, in ``limit`` seconds at most."""
     case, calibration = CASES[name], Calibration(name, seconds=seconds)
-    if not case.named:
-        return {"amount": 0.0, "share": 0.0, "healthy_ms": calibration.step_s(0.0, active=False) * 1e3}
+    take_turn()
     late = time.monotonic() + 0.6 * limit  # a trial may still follow, and the healthy step once more
     amount, share = found_amount(calibration.cost, case, is_late=lambda: _of_rank_0(time.monotonic() > late))
     chosen = next(one for one in calibration.measured if one["amount"] == amount)
@@ -291,36 +296,45 @@ def environment_of(name: str) -> dict[str, str]:
     return told
 
 
+def calibrated(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what `calibrate` found, in a process of its own, now or in an earlier call."""
+    kept = options.output / name / "calibration.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    words = [sys.executable, str(Path(__file__).resolve()), "--calibrate", name, "--seconds", str(options.seconds)]
+    words += ["--calibration", str(options.calibration), "--output", str(options.output)]
+    limit = options.lanes * options.calibration + START_S  # it waits for its turn
+    printed = finished(words, timeout=limit, environment=environment_of(name))
+    add_to(options.output / name / "calibration.txt", printed)
+    found = result_of(printed)
+    if "error" not in found:
+        share, again = found["share"], found["share_by_that"]
+        text = f"{share:.1%} of a step, or {again:.1%} by the healthy step measured afterwards"
+        print(f"{name}: the amount {found['amount']:g} costs {text}", flush=True)
+        keep(kept, found)
+    return found
+
+
 def case_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Calibrate a case, run `diagnose` on it, and return what came out."""
     began, folder = time.monotonic(), options.output / name
     folder.mkdir(parents=True, exist_ok=True)
-    told = environment_of(name)
-    script = [sys.executable, str(Path(__file__).resolve())]
-    words = ["--calibrate", name, "--seconds", str(options.seconds)]
-    words += ["--calibration", str(options.calibration), "--output", str(options.output)]
-    printed = finished([*script, *words], timeout=options.calibration, environment=told)
-    add_to(folder / "calibration.txt", printed)
-    found = result_of(printed)
+    found = calibrated(name, options) if CASES[name].named else {"amount": 0.0, "share": 0.0}
     if "error" in found:
         return {"case": name, "failed": "calibration", **found}
-    if CASES[name].named:
-        span = (
-            f"{found['share']:.1%} of a step, or {found['share_by_that']:.1%} by the healthy step measured afterwards"
-        )
-        print(f"{name}: the amount {found['amount']:g} costs {span}", flush=True)
     config = config_of(name, found["amount"], active=True)
     (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     command = ["diagnose", "--config", "run.yaml", "--minutes", str(options.minutes), "--json", "found.json"]
     command = [*command, *([] if options.fix else ["--no_fix"])]
     (folder / "found.json").unlink(missing_ok=True)
     between = time.monotonic()
+    limit = options.lanes * options.minutes * 60 + START_S
     inside = [
         "bash",
         "-c",
         f"cd {shlex.quote(str(folder))} && exec {shlex.join([sys.executable, '-m', 'lightning_ups', *command])}",
     ]
-    printed = finished(inside, timeout=options.minutes * 60 + 60, environment=told)
+    printed = finished(inside, timeout=limit, environment=environment_of(name))
     add_to(folder / "diagnose.txt", printed)
     shutil.rmtree(folder / "runs", ignore_errors=True)
     common = {
@@ -393,12 +407,14 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", choices=[*CASES], metavar="NAME", help=f"of {', '.join(CASES)}")
     parser.add_argument("--devices", type=int, help="GPUs to use; all")
-    parser.add_argument("--share", type=int, help="GPUs on which cases run at the same time; those of --devices")
-    parser.add_argument("--budget", type=float, default=560, help="seconds for everything; later cases are left out")
-    parser.add_argument("--minutes", type=float, default=0.6, help="of each diagnose")
+    parser.add_argument("--lanes", type=int, default=3 if CUDA else 1, help="cases under way for each GPU; 3")
+    parser.add_argument(
+        "--budget", type=float, default=540, help="seconds for everything; 540; later cases are left out"
+    )
+    parser.add_argument("--minutes", type=float, default=1, help="of each diagnose; 1")
     parser.add_argument("--fix", action="store_true", help="let diagnose try its fix, which takes longer")
     parser.add_argument("--seconds", type=float, default=1.2, help="how long each trial of an amount measures")
-    parser.add_argument("--calibration", type=float, default=60, help="seconds of the calibration of a case, at most")
+    parser.add_argument("--calibration", type=float, default=40, help="seconds of the calibration of a case; 40")
     parser.add_argument("--output", type=Path, required=True, help="where everything is kept")
     parser.add_argument("--case", choices=[*CASES], help=argparse.SUPPRESS)
     parser.add_argument("--calibrate", choices=[*CASES], help=argparse.SUPPRESS)
@@ -407,6 +423,12 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prepare(parser, options.output)
     options.output = options.output.resolve()
     return options
+
+
+def _unmet(case: Case, devices: int) -> str:
+    if not CUDA:
+        return "" if case.on_cpu else "a GPU"
+    return f"{case.ranks} GPUs" if case.ranks > devices else ""
 
 
 def main() -> int:
@@ -421,28 +443,31 @@ def main() -> int:
     if options.case:
         result = case_of(options.case, options)
         add_to(options.output / RESULTS, json.dumps(result) + "\n")
+        (options.output / "table.md").write_text(table(known(options.output)) + "\n")
         print(json.dumps(result), flush=True)
         return int("failed" in result)
     wanted = options.only or [*CASES]
-    if not CUDA:
-        for name in [name for name in wanted if not CASES[name].on_cpu]:
-            print(f"{name}: left out, it needs a GPU")
-        wanted = [name for name in wanted if CASES[name].on_cpu]
-    done = [name for name, result in known(options.output).items() if "failed" not in result]
     present = torch.cuda.device_count() or 1
     devices = min(options.devices or present, present)
-    share = min(options.share or devices, devices)
-    words = ["python", str(Path(__file__).resolve())]
-    words[0] = sys.executable
-    for name in ("minutes", "seconds", "calibration", "output"):
+    for name in wanted:
+        if unmet := _unmet(CASES[name], devices):
+            print(f"{name}: left out, it needs {unmet}")
+    wanted = [name for name in wanted if not _unmet(CASES[name], devices)]
+    done = [name for name, result in known(options.output).items() if "failed" not in result]
+    words = [sys.executable, str(Path(__file__).resolve())]
+    for name in ("minutes", "seconds", "calibration", "lanes", "output"):
         words += [f"--{name}", str(getattr(options, name))]
     words += ["--fix"] * options.fix
-    longest = options.calibration + options.minutes * 60 + 40
-    runs = fitted(
-        runs_of([n for n in wanted if n not in done], share=share, words=words, seconds=longest), gpus=devices
+    # Each lane is a GPU for what starts the cases; the cases of one GPU take turns.
+    share = devices * options.lanes
+    os.environ[TURNS] = str(options.output)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+        visible_as(gpu) for _ in range(options.lanes) for gpu in range(devices)
     )
+    longest = min(EXPECTED_S + options.calibration, options.budget)
+    runs = runs_of([n for n in wanted if n not in done], share=share, words=words, seconds=longest)
     with told_to_end():
-        SideBySide(options.output, limit=options.budget, gpus=devices).all_of(runs)
+        SideBySide(options.output, limit=options.budget, gpus=share).all_of(runs)
     results = known(options.output)
     print(table(results))
     asked = [results[name] for name in wanted if name in results]

@@ -4,10 +4,12 @@
 an inactive fault keeps the shapes and the work of the active one, so that the difference of both is its cost.
 """
 
+import fcntl
 import itertools
 import os
 import random
 import zlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +29,23 @@ BATCH = {"language": 32, "vision": 256, "physics": 32} if CUDA else {"language":
 ROWS = BATCH["physics"] * CHUNK
 MOST_EXTRA = SEQ  # tokens that one rank may have more than the others
 LENGTH = 1_000_000  # items of an epoch, so that no run ends one; a distributed sampler lists them all
+TURNS = "UPS_BENCHMARK_TURNS"  # the folder of the locks of GPUs
+_turns = list[Any]()  # the locks that this process has
 _shapes = itertools.count(1)  # of the process: a new run must not find the shapes of an earlier one compiled
+
+
+def take_turn() -> None:
+    """Wait until no other case uses these GPUs, which are this process' until it ends; the ranks of a run share them.
+
+    Imports and the start of processes take longer than what is measured, so that cases wait for the GPU alone.
+    """
+    folder = os.environ.get(TURNS)
+    if folder is None or _turns or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    for gpu in sorted(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")):  # all in one order: none waits for ever
+        file = (Path(folder) / f"turn-{gpu}").open("w")
+        fcntl.lockf(file, fcntl.LOCK_EX)  # loader workers do not inherit it
+        _turns.append(file)
 
 
 class Tokens(Dataset[Tensor]):
@@ -123,6 +141,7 @@ class Injected(LightningModule):
 
     def __init__(self, fault: str = "", amount: float = 0.0, *, active: bool = False) -> None:
         super().__init__()
+        take_turn()
         self.fault, self.amount, self.active = fault, amount, active
         torch.set_float32_matmul_precision("highest" if self.has("no_tf32") else "high")
 

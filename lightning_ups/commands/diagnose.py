@@ -55,7 +55,9 @@ def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         epilog="All options of fit are taken as well, such as --config run.yaml. Files of Lightning and of this package"
         " go to a folder that is removed.",
     )
-    parser.add_argument("--minutes", type=float, default=5.0, help="how long it may take; 5")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="how long it may take from the first measured step; 5"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write all facts and findings to this file")
     parser.add_argument("--no_fix", dest="fix", action="store_false", help="do not try the fix")
     parser.add_argument(_PROBE, help=SUPPRESS)
@@ -92,7 +94,9 @@ class _Diagnosis:
         if not self._console.is_terminal:
             self._console = Console(width=110)
         self._seconds = 60 * minutes
-        self._deadline = time.time() + self._seconds
+        self._began: float | None = (
+            None  # when the first steps were measured: imports and compilation take what they take
+        )
         self.facts: dict[str, Any] = {}
         self.errors: dict[str, str] = {}
         self.gain: float | None = None
@@ -105,7 +109,7 @@ class _Diagnosis:
 
     @property
     def _left(self) -> float:
-        return self._deadline - time.time()
+        return self._seconds - (time.time() - self._began if self._began is not None else 0.0)
 
     def run(self, *, tries_fix: bool) -> None:
         """Run all experiments, then the trials of whole runs, then the fix."""
@@ -172,7 +176,7 @@ class _Diagnosis:
         seconds = min(20.0, max(1.0, self._seconds / 15))
         spec = {
             "seconds": seconds,
-            "deadline": self._deadline - self._seconds / 3,
+            "within": self._left - self._seconds / 3,
             "rows": str(rows),
             "token": token,
             **spec,
@@ -199,6 +203,8 @@ class _Diagnosis:
                         roots.add(row["root"])
                         continue
                     current, since = row.get("start") or "between", time.time()
+                    if current == "steps" and self._began is None:
+                        self._began = since
                     status.update(f"{title}: {current}")
                     collect(row)
                     if row.get("end") == "all":

@@ -1,5 +1,7 @@
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -97,6 +99,7 @@ def test_a_fault_and_a_healthy_run_on_a_cpu(run_benchmark, tmp_path):
     done = run_benchmark("diagnose_injected", *words)
     lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     assert [line["case"] for line in lines] == ["slow_loader", "healthy_physics"], done.stdout + done.stderr
+    assert (tmp_path / "out" / "table.md").read_text() in done.stdout
     for line in lines:
         assert "failed" not in line, line
         found = json.loads((tmp_path / "out" / line["output"]).read_text())
@@ -104,3 +107,20 @@ def test_a_fault_and_a_healthy_run_on_a_cpu(run_benchmark, tmp_path):
     assert lines[0]["share"] > 0
     again = run_benchmark("diagnose_injected", *words)
     assert "begins" not in again.stdout, "results of an earlier call stay"
+
+
+def test_cases_take_turns_on_a_gpu(injected, monkeypatch, tmp_path):
+    tried = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    monkeypatch.setenv(injected.TURNS, str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    injected.take_turn()
+    assert not [*tmp_path.iterdir()], "rank 0 has taken the turn of the run"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    injected.take_turn()
+    injected.take_turn()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["turn-0", "turn-1"]
+    assert all(subprocess.run([sys.executable, "-c", tried, str(file)], check=False).returncode for file in files)
+    for turn in injected._turns:
+        turn.close()

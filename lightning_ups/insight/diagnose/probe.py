@@ -45,7 +45,7 @@ class Probe(Callback):
         only_steps: Measure real steps and run no experiment.
         loader: Arguments that replace those of each DataLoader, such as ``{"num_workers": 4}``.
         optimizer: Values that replace those of each parameter group, such as ``{"fused": True}``.
-        deadline: The time, as in ``time.time``, after which no experiment starts.
+        within: Seconds after the warm-up in which experiments start.
         done: Called on each rank at the end. None: the fit stops.
     """
 
@@ -58,11 +58,11 @@ class Probe(Callback):
         only_steps: bool = False,
         loader: Mapping[str, Any] | None = None,
         optimizer: Mapping[str, Any] | None = None,
-        deadline: float = float("inf"),
+        within: float = float("inf"),
         done: Callable[[Trainer], None] | None = None,
     ) -> None:
         self._report, self._seconds, self._skip, self._only_steps = report, seconds, {*skip}, only_steps
-        self._loader, self._optimizer, self._deadline, self._done = loader or {}, optimizer or {}, deadline, done
+        self._loader, self._optimizer, self._within, self._done = loader or {}, optimizer or {}, within, done
         self._undo = ExitStack()
         self._steps, self._warmup, self._last = 0, _ASKED_AT, float("inf")
         self._phases: PhaseProfiler | None = None
@@ -106,6 +106,7 @@ class Probe(Callback):
         if self._steps == _ASKED_AT + (self._warmup - _ASKED_AT) // 2:
             self._from = time.perf_counter(), self._steps
         if self._steps > _ASKED_AT and self._steps == self._warmup:
+            self._warm = time.monotonic()
             if "steps" in self._skip:
                 self._experiments(trainer, batch)
                 return
@@ -267,7 +268,7 @@ class Probe(Callback):
         if not self._only_steps:
             bench = Bench(trainer, batch, seconds=self._seconds / 3)
             for name, run in self._runs(trainer, bench).items():
-                is_late = trainer.strategy.broadcast(time.time() > self._deadline)
+                is_late = trainer.strategy.broadcast(time.monotonic() > self._warm + self._within)
                 if name not in self._skip and not is_late:
                     self._tell(trainer, {"start": name})
                     self._tell(trainer, {"end": name, **_tried(run)})

@@ -32,7 +32,7 @@ class Facts(dict[str, Any]):
     @property
     def unexplained_idle(self) -> float:
         """The share of a step in which the GPU is idle, without what other causes name."""
-        known = sum(map(self.share, ("data", "transfer", "logging", "between epochs")))
+        known = sum(map(self.share, ("data", "transfer", "logging", "checkpoint", "between epochs")))
         known += sum((self.get("hooks") or {}).values()) + max(0.0, _optimizer_excess(self))
         return max(0.0, self["idle"] - known)
 
