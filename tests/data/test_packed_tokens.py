@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from lightning_ups._compat.lightning.loaders import read_ahead, why_not
 from lightning_ups.callbacks import ExactResume
 from lightning_ups.data import PackedTokens
 from lightning_ups.models import GPTModule
@@ -187,6 +188,14 @@ def test_rows_can_be_sent_to_a_worker(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers")
+def test_batches_can_be_read_ahead_of_their_step(tmp_path):
+    loader = made(token_folder(tmp_path, random_documents(50)), num_workers=1).train_dataloader()
+    iterator = iter(loader)
+    assert why_not(loader, iterator) is None
+    ahead = read_ahead(iterator)
+    assert next(iterator) is ahead
+
+
 def test_gpt_trains_and_validates(tmp_path):
     data = PackedTokens(
         token_folder(tmp_path, random_documents(300, longest=30)), **{**OPTIONS, "val_fraction": 0.1, "num_workers": 1}

@@ -147,7 +147,7 @@ def _fingerprint() -> int:
 
 _NEXT = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._next_data"
 _RESET = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset"
-_LIBRARIES = ("torch.utils.data.", "lightning.")
+_LIBRARIES = ("torch.utils.data.", "lightning.", "lightning_ups.data.")
 
 
 def why_not(loader: Any, iterator: Any) -> str | None:
