@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lightning_ups.commands.tokenizing.encoding import Array, Encoder, Encoding, load_encoding
+from lightning_ups._compat.optional.tokenizers import Array, Encoder, Encoding, load_encoding
 from lightning_ups.commands.tokenizing.sources import Part, documents_in, find_files, parts_of
 from lightning_ups.config.suggestions import parse_options
 

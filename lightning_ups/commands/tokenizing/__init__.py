@@ -1,1 +1,1 @@
-"""From files of documents to tokens: what the processes of ``tokenize`` do. Imports neither torch nor Lightning."""
+"""Documents in files: what the processes of ``tokenize`` read. Imports neither torch nor Lightning."""

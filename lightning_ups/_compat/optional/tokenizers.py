@@ -5,6 +5,7 @@ import importlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ def load_encoding(name: str, *, bos: str | None, eos: str | None) -> Encoding:
         ImportError: If the package `tokenizers` is missing.
         ValueError: If a token is not in the vocabulary, or the end token is not known.
     """
-    library = _tokenizers()
+    library = _library()
     if name == "bytes":
         tokenizer, known_eos = _of_bytes(), _ENDS[0]
     else:
@@ -62,21 +63,21 @@ def load_encoding(name: str, *, bos: str | None, eos: str | None) -> Encoding:
         try:
             tokenizer = library.Tokenizer.from_file(file)
         except Exception as error:  # noqa: BLE001  (tokenizers raises Exception itself)
-            raise ValueError(f"--tokenizer {name}: {file} is not a tokenizer.json: {error}") from None
+            raise ValueError(f"tokenizer {name}: {file} is not a tokenizer.json: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     added_begin, added_end = _added(tokenizer)
-    begin = added_begin if bos is None else _token(vocabulary, bos, "--bos")
+    begin = added_begin if bos is None else _token(vocabulary, bos, "bos")
     if eos is not None:
-        end = _token(vocabulary, eos, "--eos")
+        end = _token(vocabulary, eos, "eos")
     elif added_end:
         end = added_end
     else:
         known = next((each for each in (known_eos, *_ENDS) if each in vocabulary), None)
         if known is None:
             raise ValueError(
-                f"--tokenizer {name} does not say which token ends a document. Give it: --eos TOKEN, or --eos none."
+                f"tokenizer {name} does not say which token ends a document. Name it: eos=TOKEN, or eos=none."
             )
         end = [vocabulary[known]]
     return Encoding(tokenizer.to_str(), begin, end, max(vocabulary.values()) + 1)
@@ -87,12 +88,9 @@ class Encoder:
 
     def __init__(self, encoding: Encoding) -> None:
         self._encoding = encoding
-        self._tokenizer: Any = None
 
     def __call__(self, texts: Iterable[str]) -> tuple[Array, Array, Array]:
         """Return the tokens of all documents, the number of tokens of each, and the hash of its text."""
-        if self._tokenizer is None:
-            self._tokenizer = _tokenizers().Tokenizer.from_str(self._encoding.tokenizer)
         begin, end, dtype = self._encoding.begin, self._encoding.end, self._encoding.dtype
         pieces: list[Array] = []
         lengths: list[int] = []
@@ -100,13 +98,31 @@ class Encoder:
         for some in _batched(texts):
             ids = [
                 begin + encoded.ids + end
-                for encoded in self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
+                for encoded in self.tokenizer.encode_batch_fast(some, add_special_tokens=False)
             ]
             lengths += map(len, ids)
             pieces.append(np.fromiter(itertools.chain.from_iterable(ids), dtype, sum(map(len, ids))))
-            hashes += (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in some)
+            hashes += map(text_hash, some)
         tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype)
         return tokens, np.array(lengths, np.uint32), np.frombuffer(b"".join(hashes), "<u8")
+
+    def one(self, text: str) -> Array:
+        """Return the tokens of one document, by this thread alone: a process may fork afterwards."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array([*self._encoding.begin, *ids, *self._encoding.end], self._encoding.dtype)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The `tokenizers.Tokenizer`."""
+        return _library().Tokenizer.from_str(self._encoding.tokenizer)
+
+    def __reduce__(self) -> tuple[type["Encoder"], tuple[Encoding]]:
+        return type(self), (self._encoding,)
+
+
+def text_hash(text: str) -> bytes:
+    """Return 8 bytes that decide whether a document is for validation; the first is the lowest."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -121,16 +137,16 @@ def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
         yield some
 
 
-def _tokenizers() -> Any:
+def _library() -> Any:
     try:
         return importlib.import_module("tokenizers")
     except ImportError:
-        raise ImportError("tokenize needs the package tokenizers: pip install tokenizers.") from None
+        raise ImportError("Tokenizing needs the package tokenizers: pip install tokenizers.") from None
 
 
 def _of_bytes() -> Any:
     """Return a tokenizer whose tokens are bytes, and one that ends a document."""
-    library = _tokenizers()
+    library = _library()
     models, pre_tokenizers = library.models, library.pre_tokenizers
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = library.Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
@@ -148,12 +164,12 @@ def _find(name: str) -> tuple[str, str | None]:
     if path.is_dir():
         if not (path / "tokenizer.json").exists():
             raise FileNotFoundError(
-                f"--tokenizer {name} has no tokenizer.json. Write one:"
+                f"tokenizer {name} has no tokenizer.json. Write one:"
                 " AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers."
             )
         return str(path / "tokenizer.json"), _eos_of(path / "tokenizer_config.json")
     if path.suffix == ".json" or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise FileNotFoundError(f"--tokenizer {name} does not exist (looked up from {Path.cwd()}).")
+        raise FileNotFoundError(f"tokenizer {name} does not exist (looked up from {Path.cwd()}).")
     try:
         from huggingface_hub import hf_hub_download
 
@@ -161,7 +177,7 @@ def _find(name: str) -> tuple[str, str | None]:
     except Exception as error:  # noqa: BLE001  (whatever the network, the Hub or the package raise)
         reason = str(error).strip().partition("\n")[0][:150]
         raise FileNotFoundError(
-            f"--tokenizer {name} is not a local file, and the Hugging Face Hub does not give it"
+            f"tokenizer {name} is not a local file, and the Hugging Face Hub does not give it"
             f" ({type(error).__name__}: {reason}). Give a local tokenizer.json or a folder with one, or `bytes`."
         ) from None
     try:

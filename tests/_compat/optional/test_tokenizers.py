@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from lightning_ups.commands.tokenizing.encoding import Encoder, load_encoding
+from lightning_ups._compat.optional.tokenizers import Encoder, load_encoding
 from tests.token_files import WORDS, tokenizer
 
 pytest.importorskip("tokenizers")
@@ -25,6 +25,7 @@ def test_documents_become_tokens_with_their_end(tmp_path):
     assert tokens.tolist() == [2, 3, 0, 4, 0, 2, 3, 0]
     assert lengths.tolist() == [3, 2, 3]
     assert hashes[0] == hashes[2] != hashes[1]
+    assert Encoder(encoding).one("w1 w2").tolist() == [2, 3, 0]
 
 
 def test_no_document_gives_empty_arrays(tmp_path):
@@ -53,10 +54,10 @@ def test_an_unknown_end_is_asked_for(tmp_path):
     from tokenizers import Tokenizer, models
 
     path = saved(tmp_path, Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    with pytest.raises(ValueError, match="--eos TOKEN, or --eos none"):
+    with pytest.raises(ValueError, match="eos=TOKEN, or eos=none"):
         load_encoding(path, bos=None, eos=None)
     assert load_encoding(path, bos=None, eos="none").end == []
-    with pytest.raises(ValueError, match="--bos <s> is not in"):
+    with pytest.raises(ValueError, match="bos <s> is not in"):
         load_encoding(path, bos="<s>", eos="none")
 
 
