@@ -1,133 +1,207 @@
-r"""What each addition does for a transformer of physics: that of examples/pde.py, at a size for a GPU.
+"""`PDEModule` on one GPU: stock Lightning, stock with torch.compile, the preset, and loops without Lightning.
 
-    python benchmarks/pde.py --budget 400 --output benchmarks/results/DATE_pde
+    python benchmarks/pde.py --budget 540 --rounds 3 --output pde.jsonl     # again until nothing is left
+    python benchmarks/pde.py --report pde.jsonl --json pde.json
 
-The model has 12 blocks, 192 and 384 wide, on fields of 128 x 128 points, 32 of them a batch: 4096 tokens of a field in
-windows of 16, and none of the shapes of a language model. `stock` is Lightning as most use it, `bf16-mixed`; `stock,
-compiled` compiles the operator by hand. `ours` is what `preset: h100` says; the others add one thing to it. Each case
-is a process of its own, twice in turn; steps are timed by the GPU, from the first after warm-up to the last. The last
-line is JSON: medians, and each case's ratio to `stock`. What float8 does stands beside what the advisor says of it:
-
-    python -m lightning_ups advise --config examples/pde.yaml --model.dim 192 --model.depth 4 --data.points 128 \
-        --data.batch_size 32 --data.trajectories 8
-
-On a CPU all is tiny and nothing is compiled, so that the script can be tried.
+Random fields of two channels on 128 x 128 points, already on the GPU. The sizes 10M, 30M and 130M at batch 4, 24 and
+96, and rollouts of 4 steps. All sides train with torch's fused AdamW. A loop without Lightning replays one CUDA graph
+for the whole step, optimizer included: `hand` of eager code, `hand_compile` of compiled code. Its time to the first
+step does not contain the recording. Everything else is as in `zoo.py`, which makes the runs.
 """
 
-import json
-import statistics
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
-from cases import by_kind, left_on_device, main, unloadable
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from torch.utils.data import DataLoader, RandomSampler
-from typing_extensions import override
+from torch import Generator, Tensor
+from zoo import LINES, SIDES, Benchmark, Records, main
+from zoo_modules import Line
+from zoo_modules.base import DISTINCT, Make, Work, normal
+from zoo_run import Meter, Side, preset
 
-from lightning_ups.callbacks import AccelerationFlags, ActivationCheckpoint, Compile, DevicePrefetch
-from lightning_ups.commands.trial import StepClock
-from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.callbacks import ActivationCheckpoint
+from lightning_ups.models import PDEModule
+from lightning_ups.models.field_metrics import nrmse
+from lightning_ups.models.optimizer import decay_groups
+from lightning_ups.models.pde import Size
 
-sys.path.append(str(Path(__file__).parents[1]))
-from examples.pde import Forecast, VorticityData
+POINTS, CHANNELS = 128, 2
+# Size, batch, steps of a rollout and whether they are detached, in the order in which they are run.
+SHAPES: Sequence[tuple[Size, int, int, bool]] = (
+    ("10M", 4, 1, False),
+    ("30M", 24, 1, False),
+    ("130M", 24, 1, False),
+    ("10M", 4, 4, False),
+    ("30M", 24, 4, False),
+    ("10M", 4, 4, True),
+    ("130M", 4, 1, False),
+    ("30M", 4, 1, False),
+    ("10M", 24, 1, False),
+    ("10M", 96, 1, False),
+    ("30M", 96, 1, False),
+    ("130M", 96, 1, False),
+    ("30M", 24, 4, True),
+    ("130M", 4, 4, False),
+    ("130M", 24, 4, False),
+)
+WARM = 3  # eager steps before a recording
 
-ON_GPU = torch.cuda.is_available()
-WARM, STEPS = (40, 60) if ON_GPU else (1, 2)
-DIM, DEPTH, POINTS, BATCH = (192, 4, 128, 32) if ON_GPU else (16, 2, 16, 2)
-ROUNDS = 2
+
+def load() -> None:
+    """Enter the lines and the sides that the zoo does not have."""
+    for size, batch, steps, detach in SHAPES:
+        name = f"{size}_b{batch}" + (f"_rollout{steps}" if steps > 1 else "") + ("_detached" if detach else "")
+        build = partial(_work, size, batch, steps, detach)
+        LINES[name] = Line(name, "rollout" if steps > 1 else "one step", (), "", build)
+    SIDES.update(
+        hand=Side(dict, loop=by_hand),
+        hand_compile=Side(dict, loop=partial(by_hand, is_compiled=True)),
+        float8=Side(partial(preset, "h200-fp8")),
+        recompute=Side(_recomputed),
+    )
 
 
-class Losses(Callback):
-    """Keeps them on the device: to read one would wait for it."""
+def _work(size: Size, batch: int, steps: int, detach: Any, tiny: Any) -> Work:
+    """Return a module and its batches; ``tiny`` for the CPU."""
+    if tiny:
+        size, batch = "tiny", 2
+    points = 16 if tiny else POINTS
+    # AdamW's options do not depend on the length of the run, which timing decides.
+    module = PDEModule(size=size, channels=CHANNELS, conditions=1, detach=detach, schedule="constant", warmup_steps=0)
+    fields = (CHANNELS, points, points)
+    return Work(module, normal((batch, 1, *fields), (batch, steps, *fields), (batch, 1)))
+
+
+def by_hand(module: PDEModule, make: Make, meter: Meter, *, is_compiled: bool = False) -> None:
+    """Train without Lightning. On a GPU the whole step is one CUDA graph; on a CPU it runs as it is."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    module.to(device)
+    batches = [[tensor.to(device) for tensor in make(Generator().manual_seed(number))] for number in range(DISTINCT)]
+    static = [tensor.clone() for tensor in batches[0]]
+    rate: Any = torch.tensor(module.lr, device=device) if on_gpu else module.lr
+    groups = decay_groups(module.parameters(), weight_decay=module.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=module.betas, fused=True, capturable=on_gpu)
+    if is_compiled and on_gpu:
+        module.model.compile()
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        inputs, targets, conditions = static
+        with torch.autocast(device.type, torch.bfloat16):
+            found = module.model.rollout(inputs, conditions, steps=targets.shape[1], detach=module.detach)
+            loss = nrmse(found.flatten(0, 1), targets.flatten(0, 1))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    side = torch.cuda.Stream() if on_gpu else None
+    graph: torch.cuda.CUDAGraph | None = None
+    loss, run = torch.zeros(()), _Run()
+    while not run.should_stop:
+        for place, tensor in zip(static, batches[run.steps % DISTINCT], strict=True):
+            place.copy_(tensor)
+        if on_gpu:
+            rate.fill_(module.lr)  # where a schedule would set it
+        if side is None:
+            loss = step()
+        elif run.steps < WARM:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                loss = step()
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            if graph is None:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    loss = step()
+            graph.replay()
+        run.steps += 1
+        meter.on_train_batch_end(run, module, {"loss": loss}, None, 0)  # type: ignore[arg-type]
+    meter.on_train_end(run, module)  # type: ignore[arg-type]
+
+
+class _Run:
+    """What a `Meter` needs of a Trainer."""
 
     def __init__(self) -> None:
-        self.found: list[torch.Tensor] = []
+        self.should_stop, self.steps, self.strategy = False, 0, self
 
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.found.append(outputs["loss"].detach())
+    def broadcast(self, value: Any) -> Any:
+        return value
 
 
-def made() -> tuple[Forecast, DataLoader[Any]]:
-    """Return the module, with a rate that does not ask how long the run is, and a loader of pairs drawn at random."""
-    seed_everything(0, verbose=False)
-    module = Forecast(dim=DIM, depth=DEPTH)
-    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
-    data = VorticityData(points=POINTS, trajectories=8, frames=9)
-    data.setup("fit")
-    pairs = data.train_dataloader().dataset
-    drawn = RandomSampler(pairs, replacement=True, num_samples=(WARM + STEPS) * BATCH)  # type: ignore[arg-type]
-    return module, DataLoader(pairs, batch_size=BATCH, sampler=drawn, pin_memory=ON_GPU)
+def _recomputed() -> dict[str, Any]:
+    settings = preset()
+    settings["callbacks"].append(ActivationCheckpoint(save="matmuls"))
+    return settings
 
 
-def trained(*callbacks: Callback, by_hand: bool = False, **options: Any) -> dict[str, Any]:
-    """Train, and return how long a step takes."""
-    module, data = made()
-    if by_hand and ON_GPU:
-        module.operator.compile()
-    clock, losses = StepClock(warmup=WARM), Losses()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            accelerator="gpu" if ON_GPU else "cpu", devices=1, max_epochs=1, callbacks=[*callbacks, clock, losses],
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            limit_val_batches=0, num_sanity_val_steps=0, default_root_dir=folder, **options,
-        )  # fmt: skip
-        with left_on_device(module):
-            trainer.fit(module, data)
-    return {
-        "fields_s": round(BATCH / clock.step_ms * 1e3, 1),
-        "step_ms": round(clock.step_ms, 3),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if ON_GPU else None,
-        "losses": [round(loss, 5) for loss in torch.stack(losses.found).float().tolist()],
-    }
+def summary(records: Records) -> dict[str, Any]:
+    """Return for each line and side the medians over rounds, and the ratio of step times to ``stock`` and ``hand``."""
+    lines: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for run in records["run"]:
+        lines.setdefault(run["line"], {}).setdefault(run["side"], []).append(run)
+    return {name: {side: _row(runs, sides) for side, runs in sides.items()} for name, sides in lines.items()}
 
 
-def ours(*callbacks: Callback, precision: Callable[[], Any] = BF16Precision) -> dict[str, Any]:
-    """Train with what the preset for this GPU says, and what is added to it."""
-    chosen = precision()
-    flags = AccelerationFlags(tf32=True, expandable_segments=True, attention="auto") if ON_GPU else AccelerationFlags()
-    compiled = [Compile(scope="auto", mode="auto")] if ON_GPU else []
-    found = trained(flags, *compiled, *callbacks, plugins=[chosen])
-    conversion = getattr(chosen, "conversion", None)
-    return found | ({} if conversion is None else {"converted": len(conversion.converted)})
+def _row(runs: Sequence[Mapping[str, Any]], sides: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    times = _times(runs)
+    if not times:
+        return {"error": next((run["error_line"] for run in runs if "error_line" in run), "no time")}
+    middle = median(times)
+    row: dict[str, Any] = {"rounds": len(times), "step_ms": middle, "spread": (max(times) - min(times)) / middle}
+    for key in ("peak_gib", "first_step_s", "busy"):
+        found = [run[key] for run in runs if run.get(key) is not None]
+        row[key] = median(found) if found else None
+    row["loss"] = fmean(runs[-1]["losses"][-5:])
+    hands = [median(each) for name, of in sides.items() if name.startswith("hand") and (each := _times(of))]
+    stock = _times(sides.get("stock", ()))
+    row["over_stock"] = median(stock) / middle if stock else None
+    row["over_hand"] = min(hands) / middle if hands else None  # the fastest loop
+    return row
 
 
-KINDS: Mapping[str, Callable[[], dict[str, Any]]] = {
-    "stock": lambda: trained(precision="bf16-mixed"),
-    "stock, compiled": lambda: trained(precision="bf16-mixed", by_hand=True),
-    "ours": ours,
-    "ours, prefetch": lambda: ours(DevicePrefetch()),
-    "ours, recomputed": lambda: ours(ActivationCheckpoint(save="matmuls")),
-    "ours, float8": lambda: ours(precision=partial(Float8Precision, emulate=not ON_GPU)),
-}
+def _times(runs: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [run["step_ms"] for run in runs if "step_ms" in run and "error" not in run]
 
 
-def summary(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return medians, spreads and each kind's ratio to ``stock``."""
-    found: dict[str, Any] = {}
-    speeds = by_kind(results, "fields_s")
-    for kind, runs in speeds.items():
-        median = statistics.median(runs)
-        found[kind] = {"fields_s": median, "spread": round((max(runs) - min(runs)) / median, 4)}
-        if "stock" in speeds:
-            found[kind]["ratio"] = round(median / statistics.median(speeds["stock"]), 4)
-    return found
+def report(records: Records) -> str:
+    """Return a table with a row for each line and side."""
+    head = ("line", "side", "ms", "spread", "over stock", "over hand", "peak GiB", "first step s", "busy", "loss")
+    cards = sorted({card for call in records["call"] for card in call["cards"]})
+    lines = [", ".join(cards) or "CPU", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    order = {name: place for place, name in enumerate(LINES)}
+    for name, sides in sorted(summary(records).items(), key=lambda item: order.get(item[0], len(order))):
+        for side, row in sides.items():
+            cells = (
+                [f"{row['step_ms']:.3f}", f"{row['spread']:.1%} of {row['rounds']}"]
+                + [_cell(row[key], 2) for key in ("over_stock", "over_hand", "peak_gib", "first_step_s", "busy")]
+                + [_cell(row["loss"], 4)]
+                if "step_ms" in row
+                else [row["error"], *[""] * 7]
+            )
+            lines.append(f"| {' | '.join([name, side, *cells])} |")
+    return "\n".join(lines)
 
 
-def unmet(names: Iterable[str]) -> str | None:
-    """Say where torchao is missing."""
-    wants = [name for name in names if "float8" in name]
-    return unloadable("torchao.float8", what=repr(wants[0])) if wants else None
+def _cell(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":
-    cases = {f"{kind} {turn}": run for turn in range(1, ROUNDS + 1) for kind, run in KINDS.items()}
-    if results := main(cases, columns=("fields_s", "step_ms", "peak_gib", "converted"), timeout_s=150, unmet=unmet):
-        print(json.dumps(summary(results)))
+    main(
+        Benchmark(
+            script=Path(__file__),
+            description=__doc__,
+            load=load,
+            sides=("stock", "preset", "hand_compile", "stock_compile", "hand"),
+            share=1,
+            longest_first=False,
+            report=report,
+            summary=summary,
+        )
+    )

@@ -21,12 +21,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from cases import add_to
@@ -36,6 +37,7 @@ from zoo_modules import LINES, load
 from zoo_report import read, report, summary
 from zoo_run import SIDES, run
 
+Records = Mapping[str, Sequence[Mapping[str, Any]]]
 GATE_SIDES = ("stock", "stock_compile", "preset")
 # Seconds of a run that has the machine for itself, and GiB, before a record of the same run tells better.
 EXPECTED = {"stock_compile": 50, "preset": 60, "fsdp2": 60, "simple_fsdp": 60}
@@ -58,6 +60,31 @@ PACKAGES = (
     *("torch-geometric", "neuraloperator", "litgpt", "x-transformers", "segmentation-models-pytorch", "torchdiffeq"),
     *("e3nn", "zuko"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """A script that makes its runs as the zoo does.
+
+    Args:
+        script: Makes one run when it is called with ``--run``.
+        description: For ``--help``.
+        load: Enters the lines in `LINES`.
+        sides: Those that are run by default, of `SIDES`.
+        share: Runs that share a GPU by default.
+        longest_first: Whether runs begin with the longest, or in the order of the lines.
+        report: Makes a table of records.
+        summary: Makes what ``--json`` keeps.
+    """
+
+    script: Path
+    description: str | None
+    load: Callable[[], object]
+    sides: Sequence[str]
+    share: int = 2
+    longest_first: bool = True
+    report: Callable[[Records], str] = report
+    summary: Callable[[Records], object] = summary
 
 
 @dataclass
@@ -88,10 +115,13 @@ class Zoo:
         output: The file of records.
         options: Of the command line.
         places: Names of the GPUs that a run may have, for each group of GPUs.
+        script: Makes one run.
     """
 
-    def __init__(self, output: Path, options: argparse.Namespace, places: Sequence[str]) -> None:
-        self._output, self._options = output, options
+    def __init__(
+        self, output: Path, options: argparse.Namespace, places: Sequence[str], *, script: Path = Path(__file__)
+    ) -> None:
+        self._output, self._options, self._script = output, options, script.resolve()
         self._began = time.monotonic()
         self._end = self._began + options.deadline
         self._call = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -104,8 +134,8 @@ class Zoo:
         self._left = 0
 
     def make(self, jobs: Iterable[Job]) -> int:
-        """Make the runs of ``jobs``, those that take longest first; return how many are left for a later call."""
-        waiting = deque(sorted(jobs, key=lambda job: -sum(job.seconds.values())))
+        """Make the runs of ``jobs`` in this order; return how many are left for a later call."""
+        waiting = deque(jobs)
         self._left = sum(len(job.seconds) for job in waiting)
         places = [place for place in self._places for _ in range(self._options.share)]
         try:
@@ -159,7 +189,7 @@ class Zoo:
 
     def _run(self, job: Job, side: str, place: Place) -> None:
         options, began = self._options, time.monotonic()
-        words = [sys.executable, str(Path(__file__).resolve()), "--run", job.name, side, "--limit", str(options.limit)]
+        words = [sys.executable, str(self._script), "--run", job.name, side, "--limit", str(options.limit)]
         words += ["--blocks", *map(str, options.blocks), *(["--tiny"] if options.tiny else [])]
         words += ["--untimed", str(options.untimed)] if options.untimed else []
         cache = tempfile.mkdtemp(dir=self._folder)
@@ -309,23 +339,34 @@ def jobs(names: Sequence[str], options: argparse.Namespace) -> list[Job]:
     return made
 
 
-def main() -> None:
+def main(benchmark: Benchmark) -> None:
     """Make runs, or one run, or the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("zoo.jsonl"), help="the file of records; it is added to")
+    benchmark.load()
+    parser = argparse.ArgumentParser(
+        description=benchmark.description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(f"{benchmark.script.stem}.jsonl"),
+        help="the file of records; it is added to",
+    )
     parser.add_argument(
         "--earlier", type=Path, nargs="+", default=[], help="records to begin OUTPUT with, if it is new"
     )
-    parser.add_argument("--deadline", type=float, default=540, help="seconds for everything")
+    parser.add_argument("--deadline", "--budget", type=float, default=540, help="seconds for everything")
     parser.add_argument("--limit", type=float, default=300, help="seconds that one run may take")
     parser.add_argument("--gate", action="store_true", help="only the 20 lines of the gate")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these lines")
     parser.add_argument(
-        "--sides", nargs="+", choices=SIDES, default=[*GATE_SIDES], metavar="SIDE", help=", ".join(SIDES)
+        "--sides", nargs="+", choices=SIDES, default=[*benchmark.sides], metavar="SIDE", help=", ".join(SIDES)
     )
     parser.add_argument("--rounds", type=int, default=1, help="how often each run is made, in turns")
     parser.add_argument("--blocks", nargs=2, default=(6, 0.5), metavar=("N", "SECONDS"), help="of timed steps")
-    parser.add_argument("--share", type=int, default=2, metavar="N", help="runs that share a GPU, or a pair of GPUs")
+    parser.add_argument(
+        "--share", type=int, default=benchmark.share, metavar="N", help="runs that share a GPU, or a pair"
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="use the first N GPUs or pairs of GPUs (default: all)")
     parser.add_argument("--untimed", type=int, metavar="STEPS", help="end each run after so many steps, for its losses")
     parser.add_argument("--again", action="store_true", help="make runs that the file has already")
     parser.add_argument("--tiny", action="store_true", help="small sizes, on the CPU")
@@ -334,19 +375,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the report is kept as JSON")
     parser.add_argument("--run", nargs=2, metavar=("NAME", "SIDE"), help="make one run here, and print its record")
     options = parser.parse_args()
-    load()
     if options.report:
         records = read(options.report)
-        print(report(records))
+        print(benchmark.report(records))
         if options.json:
-            options.json.write_text(json.dumps(summary(records), indent=1) + "\n")
+            options.json.write_text(json.dumps(benchmark.summary(records), indent=1) + "\n")
     elif options.list:
         for line in LINES.values():
             print(f"{line.name:26} {line.family:26} {'gate' if line.gate else '    '}  {line.way}")
     elif options.run:
         _run_here(options)
     else:
-        _run_all(options, parser)
+        _run_all(options, parser, benchmark)
 
 
 def _run_here(options: argparse.Namespace) -> None:
@@ -360,26 +400,28 @@ def _run_here(options: argparse.Namespace) -> None:
         os.write(1, f"\nRESULT {portable(json.dumps(found))}\n".encode())
 
 
-def _run_all(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def _run_all(options: argparse.Namespace, parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
     ranks = {SIDES[side].ranks for side in options.sides}
     if len(ranks) > 1:
         parser.error("sides of one GPU and of two go in separate calls")
     if not options.output.exists():
         options.output.write_text("".join(path.read_text() for path in options.earlier))
     names = chosen(options, parser)
-    at = places(ranks.pop(), tiny=options.tiny)
+    at = places(ranks.pop(), tiny=options.tiny)[: options.devices]
     if not at:
         parser.error("there are too few GPUs; --tiny runs on the CPU")
-    zoo = Zoo(options.output, options, at)
+    zoo = Zoo(options.output, options, at, script=benchmark.script)
     if wanted := jobs(names, options):
+        if benchmark.longest_first:
+            wanted.sort(key=lambda job: -sum(job.seconds.values()))
         zoo.record_call()
         try:
             left = zoo.make(wanted)
         except (KeyboardInterrupt, Interrupted):
             sys.exit(130)
         print(f"{left} runs are left for another call with --output {options.output}" if left else "all runs are made")
-    print(report(read([options.output])))
+    print(benchmark.report(read([options.output])))
 
 
 if __name__ == "__main__":
-    main()
+    main(Benchmark(script=Path(__file__), description=__doc__, load=load, sides=GATE_SIDES))

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 from zoo_gpu import FOLDER, SharedGpu
 from zoo_modules import Line
-from zoo_modules.base import Batches, Work
+from zoo_modules.base import Batches, Make, Work
 
 from lightning_ups.callbacks import AccelerationFlags
 from lightning_ups.config import presets
@@ -44,12 +44,14 @@ class Side:
         compiles: Whether ``torch.compile(module)`` is passed to ``fit``.
         ranks: Processes, each with a GPU.
         steps: Steps of a run that is not timed, for its losses. None: it is timed.
+        loop: Trains in place of a Trainer: gets the module, what makes batches, and the meter.
     """
 
     settings: Callable[[], dict[str, Any]]
     compiles: bool = False
     ranks: int = 1
     steps: int | None = None
+    loop: "Callable[[Any, Make, Meter], None] | None" = None
 
 
 def preset(name: str = "h100") -> dict[str, Any]:
@@ -312,6 +314,10 @@ def _fit(
     meter.before = {name: p.detach().clone() for name, p in work.module.named_parameters()}
     found: dict[str, Any] = {}
     try:
+        if side.loop is not None:
+            torch.manual_seed(1)
+            side.loop(work.module, work.batch, meter)
+            return meter.found
         trainer = Trainer(
             accelerator="gpu" if on_gpu else "cpu",
             devices=side.ranks,
