@@ -23,6 +23,7 @@ OF_THE_PROCESS = {
     "_compat/patches.py:_PLACES": "the register of patches: attributes of other packages, and who replaces them",
     "_compat/torch/compile/cudagraph_trees.py:_LAST_MARK": "torch counts steps for the process",
     "_compat/torch/compile/dynamo.py:_GUARDS": "settings of torch, each thread's or the process's as torch has them",
+    "_compat/torch/fsdp/process_groups.py:_INHERITED": "of a process that was forked: groups of its parent",
     "_compat/torch/tensors/autograd.py:_BUDGET": "a setting of torch, each thread's or the process's as torch has it",
     "_compat/torch/tensors/ops.py:_COSTLY": "operators that packages of kernels register",
     "_compat/torch/tensors/tensor_files.py:_PATCHING": "a lock around a setting of torch",

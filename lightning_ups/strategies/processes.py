@@ -3,6 +3,7 @@
 import logging
 import os
 import shlex
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
-from lightning_ups._compat.torch.fsdp.process_groups import prepare_nccl
+from lightning_ups._compat.torch.fsdp.process_groups import forget_in_forks, prepare_nccl
 from lightning_ups.order.arguments import check_finite, check_least
 
 PATIENCE_S, LONGER = 20.0, 5  # each pause is five times as long as the one before
@@ -93,14 +95,16 @@ def refuse_notebook(strategy: str, count: int) -> None:
 
 
 @contextmanager
-def rendezvous(environment: ClusterEnvironment, *, timeout: timedelta) -> Iterator[None]:
+def rendezvous(environment: ClusterEnvironment, *, timeout: timedelta, launcher: Any = None) -> Iterator[None]:
     """Log, on one process of each node, that the context waits for other processes, and explain its timeout.
 
-    In a notebook, the address and port are not left in the environment: scripts that it starts would inherit them.
+    A process alone, such as a notebook, leaves no address and port in the environment, which scripts that it starts
+    would inherit, and no process group in forks, such as those of Lightning's ``ddp_notebook``.
 
     Args:
         environment: The cluster environment, with the number of processes and the address.
         timeout: The time after which torch gives up.
+        launcher: Lightning's, which kills the processes that it started if the rendezvous fails; they would wait on.
 
     Raises:
         RuntimeError: If the rendezvous failed.
@@ -108,12 +112,16 @@ def rendezvous(environment: ClusterEnvironment, *, timeout: timedelta) -> Iterat
     over = threading.Event()
     is_alone = environment.world_size() == 1 and "LOCAL_RANK" not in os.environ
     before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")} if is_alone else {}
+    if is_alone and hasattr(os, "register_at_fork"):  # not on Windows
+        forget_in_forks()
     if environment.local_rank() == 0 and not dist.is_initialized():
         # A daemon: torch waits in C++, and a process that is ended meanwhile must not wait for this thread.
         threading.Thread(target=_report_waiting, args=(over, environment, timeout), daemon=True).start()
     try:
         yield
     except (dist.DistStoreError, dist.DistNetworkError) as error:
+        if launcher is not None:
+            launcher.kill(signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
         raise RuntimeError(_failed(str(error), environment, timeout)) from error
     finally:
         over.set()

@@ -209,7 +209,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self._communication.prepare(self.root_device)
         if self.root_device.type == "cuda":
             destroy_at_exit()
-        with rendezvous(self.cluster_environment, timeout=self._communication.timeout):
+        with rendezvous(self.cluster_environment, timeout=self._communication.timeout, launcher=self.launcher):
             self._setup_distributed()
         self._device_mesh = build_mesh(self.root_device.type, sizes)
         self.lightning_module._device_mesh = self._device_mesh  # a `configure_model` may read it

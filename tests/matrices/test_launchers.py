@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from tests.command import run as config
-from tests.strategies.test_notebooks import ROOT, outside_a_group, run_cells
+from tests.strategies.test_notebooks import ROOT, run_cells
 from tests.strategies.test_two_nodes import free_port
+from tests.toys import outside_a_group
 
 STRATEGIES = ("auto", "fsdp2", "simple_fsdp")
 SCRIPT = """

@@ -1,7 +1,6 @@
 """Notebooks: cells that IPython runs, as Jupyter's kernel does. docs/notebooks.md describes what works there."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_docs import blocks
+from tests.toys import outside_a_group
 
 pytest.importorskip("IPython")
 
@@ -23,12 +23,6 @@ for cell in json.load(sys.stdin):
     if error := ran.error_before_exec or ran.error_in_exec:
         print(f"ERROR {type(error).__name__}: {error}")
 """
-
-
-def outside_a_group():
-    """Return the environment without what a test of several processes has left in it."""
-    names = ("MASTER_", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "TORCHELASTIC", "SLURM_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(names)}
 
 
 def run_cells(folder, *cells):
@@ -58,3 +52,15 @@ def test_cells_of_the_page_train_on_one_device_and_train_again(tmp_path):
     assert out.count("HTML object") == len([*tmp_path.rglob("report.html")]) == 2
     assert "\nLAST 16 FSDP2Strategy\n" in out
     assert "\nLAST 0 SimpleFSDPStrategy\n" in out
+
+
+def test_ddp_notebook_trains_after_a_strategy_of_this_package(tmp_path):
+    first = next(blocks((ROOT / "docs/notebooks.md").read_text(), "python"))
+    forks = """
+trainer = L.Trainer(strategy="ddp_notebook", accelerator="cpu", devices=2, max_epochs=2, logger=False)
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=8))
+print("FORKED")
+"""
+    out = run_cells(tmp_path, first, forks, first)
+    assert "ERROR" not in out, out
+    assert "\nFORKED\n" in out

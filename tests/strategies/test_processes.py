@@ -1,9 +1,12 @@
 import logging
 import math
 import socket
+import subprocess
+import sys
 import time
 from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_ups.strategies import Communication, FSDP2Strategy, SimpleFSDPStrategy, processes
 from lightning_ups.strategies.processes import rendezvous
-from tests.toys import Net, loader
+from tests.toys import Net, loader, outside_a_group
 from tests.toys import trainer as toy_trainer
 
 LOGGER = "lightning_ups.strategies.processes"
@@ -71,6 +74,35 @@ def test_a_port_in_use_is_an_error(environment, port):
             rendezvous(environment, timeout=timedelta(seconds=5)),
         ):
             dist.TCPStore("127.0.0.1", port, 2, is_master=True, timeout=timedelta(seconds=5))
+
+
+def test_processes_that_were_started_end_with_a_failed_rendezvous(tmp_path):
+    script = """
+import os, socket
+import lightning_ups
+from lightning.pytorch import Trainer
+from tests.toys import Net, loader
+
+print("PID", os.getpid(), flush=True)
+taken = socket.socket()
+if "LOCAL_RANK" not in os.environ:
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
+Trainer(accelerator="cpu", devices=2, strategy="fsdp2", logger=False, enable_checkpointing=False).fit(Net(), loader())
+"""
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "train.py"],
+        cwd=tmp_path,
+        env={**outside_a_group(), "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,  # until the last process has closed its ends
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "cannot use port" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

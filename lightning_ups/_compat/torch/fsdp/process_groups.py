@@ -1,11 +1,15 @@
-"""Process groups: NCCL's settings in the environment, and the world's store."""
+"""Process groups: NCCL's settings in the environment, the world's store, and forks."""
 
 import os
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 _MULTIPROCESSORS = "NCCL_MAX_CTAS"
+_INHERITED: list[Any] = []  # never released: the destructor would wait for threads that a fork does not copy
 
 
 def prepare_nccl(
@@ -55,3 +59,16 @@ def _check_effect(name: str, value: str) -> None:
 def shared_store(prefix: str) -> dist.Store:
     """Return the world's store, with ``prefix`` added to keys."""
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+
+
+@cache
+def forget_in_forks() -> None:
+    """Let each process that is forked from this one create its own groups: those of this one would hang there."""
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    if dist.is_initialized():
+        _INHERITED.extend((distributed_c10d._world, dist.group.WORLD))
+        distributed_c10d._world = distributed_c10d._World()
+        distributed_c10d._update_default_pg(None)
