@@ -2,6 +2,8 @@
 
 import os
 import re
+import sys
+import sysconfig
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -164,7 +166,7 @@ def base_of(parse: Parse, words: Sequence[str]) -> BaseRun:
         identity={
             "files": digest([layer.tree for layer in layers]),
             "model": shape_of(module),
-            "source": digest_of_files(file for kind in kinds if (file := _source(kind))),
+            "source": digest_of_files([*(file for kind in kinds if (file := _source(kind))), *_own_modules(words)]),
             "data": digest(data),
             "folder": str(Path.cwd()),  # of relative paths
             "environment": _variables(),
@@ -275,6 +277,24 @@ def _cpu() -> str:
 def _variables() -> dict[str, str]:
     also = {name: value for name, value in os.environ.items() if _AFFECTS_SPEED.search(name)}
     return {name: value for name, value in sorted((relevant_variables() | also).items()) if not _OF_A_JOB.match(name)}
+
+
+def _own_modules(words: Sequence[str]) -> list[str]:
+    """Return the files of imported modules in the working directory, or beside a file of settings."""
+    files = [word.removeprefix("--config=") for word in words if word.endswith((".yaml", ".yml"))]
+    folders = [Path.cwd(), *(Path(file).absolute().parent for file in files)]
+    ours, standard = (
+        __name__.partition(".")[0],
+        sysconfig.get_path("stdlib"),
+    )  # versions tell these, and what is installed
+    found = set[Path]()
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] == ours or (file := getattr(module, "__file__", None)) is None:
+            continue
+        path = Path(file)
+        if not path.is_relative_to(standard) and not {"site-packages", "dist-packages"}.intersection(path.parts):
+            found |= {path for folder in folders if path.is_relative_to(folder)}
+    return [str(path) for path in sorted(found)]
 
 
 def _source(kind: Any) -> str | None:

@@ -7,6 +7,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
+from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,14 +142,17 @@ class Stopwatch(Continued):
         self._pruned = False
         self._count: tuple[Count, Count | None] | None = None
         self._throughput: TokenThroughput | None = None
+        self._memory: CudaClock | None = None
+        self._earlier_peak: int | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock = clock_for(trainer.strategy.root_device)
         self._before = trainer.global_step
-        if trainer.strategy.root_device.type == "cuda":
+        if (device := trainer.strategy.root_device).type == "cuda":
             self._count_flops(trainer, TokenThroughput(inspect_at=None, table=False, progress_bar=False))
-            torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+            self._memory = CudaClock(device)
+            self._memory.reset_peak()
 
     def _count_flops(self, trainer: Trainer, throughput: TokenThroughput) -> None:
         """Let ``throughput`` count the FLOPs of the first batch, if the peak of the device is known."""
@@ -208,7 +212,11 @@ class Stopwatch(Continued):
         if trainer.is_global_zero:
             (self._folder / "steps").write_text(str(self._steps))
         if trainer.strategy.broadcast(self._is_enough(trainer)):
-            trainer.should_stop = True
+            if self._memory is None or self._earlier_peak is not None or self.has_ended:
+                trainer.should_stop = True
+            else:  # one more step, for its peak: that of the steps that recorded CUDA graphs has their memory already
+                self._earlier_peak, self._next_look = self._memory.peak(), self._steps + 1
+                self._memory.reset_peak()
         self._marks = [(self._clock.mark(), 0.0, 0.0, False)]  # looking is not a part of the next step
 
     def _read(self) -> None:
@@ -249,10 +257,9 @@ class Stopwatch(Continued):
             return Result(failure="refused", text=text)
         device, found = trainer.strategy.root_device, steady([each.seconds for each in self._timed])
         low, middle, high = found.quartiles
-        on_gpu = device.type == "cuda"
-        clock = CudaClock(device)
-        # Tensors of a CUDA graph that is replayed do not count as allocated.
-        peak = clock.peak() + clock.recorded() if on_gpu else _peak_of_process()
+        peak = _peak_of_process()
+        if self._memory is not None:  # tensors of a CUDA graph that is replayed do not count as allocated
+            peak = max(self._memory.peak() + self._memory.recorded(), self._earlier_peak or 0)
         # Lightning divides the loss of a microbatch by their number.
         count = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
         losses = [count * torch.stack(each).float().mean() for each in self._losses[:_LOSSES] if each]
@@ -273,7 +280,8 @@ class Stopwatch(Continued):
             mfu=self._mfu(trainer, samples_per_s=rate, tokens_per_s=tokens_per_s),
             start_s=self._start_s,
             losses=[float(loss) for loss in mean],
-            device=torch.cuda.get_device_name(device) if on_gpu else device.type,
+            schedules=_schedules(trainer),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             devices=trainer.world_size,
             is_pruned=self._pruned,
         )
@@ -314,6 +322,13 @@ def _peak_of_process() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _schedules(trainer: Trainer) -> list[int]:
+    """Return after how many optimizer steps each scheduler that counts steps is called: Lightning counts batches."""
+    batches = trainer.accumulate_grad_batches
+    configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
+    return [lcm(batches, each.frequency) // batches for each in configs]
 
 
 def _replicas(trainer: Trainer) -> int:

@@ -1,3 +1,5 @@
+import importlib
+import sys
 from argparse import ArgumentParser
 
 import pytest
@@ -6,6 +8,7 @@ import yaml
 from lightning_ups.cli import _RequestedRunCLI
 from lightning_ups.commands import base_run
 from lightning_ups.commands.base_run import (
+    _own_modules,
     accelerator_of_preset,
     add_common_options,
     base_of,
@@ -117,6 +120,24 @@ def test_what_changes_times_is_part_of_the_identity(monkeypatch, tmp_path):
     assert found("--data.size=16")["data"] != before["data"]
     monkeypatch.chdir(tmp_path)
     assert found() != before, "relative paths"
+
+
+def test_a_module_that_the_users_file_imports_is_part_of_the_identity(monkeypatch, tmp_path):
+    (tmp_path / "project").mkdir()
+    helper = tmp_path / "project" / "a_helper_of_the_user.py"
+    helper.write_text("WIDTH = 1\n")
+    (tmp_path / "project" / "run.yaml").write_text("seed_everything: 1\n")
+    monkeypatch.syspath_prepend(str(helper.parent))
+    monkeypatch.setitem(sys.modules, helper.stem, importlib.import_module(helper.stem))
+    monkeypatch.chdir(tmp_path)
+    words = ["--config", "project/run.yaml"]
+    before = _own_modules(words)
+    assert before == [str(helper)]
+    monkeypatch.chdir(helper.parent)
+    assert _own_modules([]) == before
+    source = base(trainer={"accelerator": "cpu"}).identity["source"]
+    helper.write_text("WIDTH = 2\n")
+    assert base(trainer={"accelerator": "cpu"}).identity["source"] != source
 
 
 @pytest.mark.parametrize("name", ["minutes", "seconds", "limit", "rounds", "devices"])

@@ -68,6 +68,15 @@ class Manual(Cycled):
         self.lr_schedulers().step()
 
 
+class Scheduled(cli_toys.Toy):
+    """Its learning rate changes every three batches that end an optimizer step."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 3}]
+
+
 class Endless(cli_toys.Data):
     """Has no length."""
 
@@ -240,6 +249,39 @@ def test_mfu_is_of_the_measured_rate_where_the_peak_is_known(tmp_path, monkeypat
         2 * 2 * (8 * 8) * 3 - 8 * 8
     )  # 4 layers of 8 x 8, backward twice forward; the first needs no input gradient
     assert found.mfu == pytest.approx(found.samples_per_s * 2 * products / 1e6, rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_memory_of_recorded_graphs_counts_once(tmp_path, monkeypatch):
+    class Memory:
+        """Recording took 900 bytes in the first steps, of which 500 stay reserved; replays take 300 besides."""
+
+        now = 900
+
+        def peak(self):
+            return self.now
+
+        def reset_peak(self):
+            self.now = 300
+
+        def recorded(self):
+            return 500
+
+    start = Stopwatch.on_train_start
+
+    def with_memory(self, trainer, pl_module):
+        start(self, trainer, pl_module)
+        self._memory = Memory()
+
+    monkeypatch.setattr(Stopwatch, "on_train_start", with_memory)
+    assert measured(tmp_path, monkeypatch, settings(max_steps=-1)).peak_bytes == 900
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("batches", "steps"), [(1, 3), (2, 3), (3, 1)])
+def test_a_schedule_is_known_in_optimizer_steps(tmp_path, monkeypatch, batches, steps):
+    given = settings(f"{__name__}.Scheduled", accumulate_grad_batches=batches)
+    assert measured(tmp_path, monkeypatch, given).schedules == [steps]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -116,8 +116,7 @@ class Engine:
         words = configuration.all_words
         key = digest([words, self._identity, effort.seconds, effort.precision, effort.round])
         found = self._store.find(key) if self._store is not None else None
-        # A pruned trial was far behind another reference, perhaps a faster one.
-        if found is None or (found.is_pruned and found.samples_per_s >= effort.floor):
+        if found is None or _is_open(found, effort):
             slot = self._slots.get()
             try:
                 found = self._run(words, effort, slot)
@@ -180,6 +179,14 @@ class Engine:
             with self._lock:
                 self._running.discard(process)
             end_group(process)
+
+
+def _is_open(found: Result, effort: Effort) -> bool:
+    """Return whether a known result may be another now."""
+    if found.failure == "hang":
+        return found.wall_s + 1 < effort.limit
+    # A pruned trial was far behind another reference, perhaps a faster one.
+    return found.is_pruned and found.samples_per_s >= effort.floor
 
 
 def visible_devices(count: int) -> list[str]:

@@ -31,6 +31,7 @@ class Result:
         mfu: Model FLOPs utilization, if it is known.
         start_s: From the start of the process to the end of the first step.
         losses: The losses of the first optimizer steps.
+        schedules: Of each scheduler that counts steps, after how many optimizer steps it changes the learning rates.
         device: The name of the device.
         devices: The number of devices.
         is_pruned: Whether the trial was ended early, since it was far behind.
@@ -50,6 +51,7 @@ class Result:
     mfu: float | None = None
     start_s: float = 0.0
     losses: Sequence[float] = ()
+    schedules: Sequence[int] = ()
     device: str = ""
     devices: int = 1
     is_pruned: bool = False

@@ -127,6 +127,7 @@ class Search:
         self.rows: list[Row] = []
         self._by_choice: dict[tuple[tuple[str, str], ...], Row] = {}
         self._stock: Row | None = None
+        self._finalists_now: Sequence[Row] = ()
         self._hopeless: set[tuple[str, str]] = set()
         self._doing, self._running = "", list[str]()
         self._planned = 0  # trials of this step that did not start
@@ -147,7 +148,7 @@ class Search:
             self._measure(given, self._full, doing="the run as it is")
             best = self._final(self._searched())
         except KeyboardInterrupt:
-            return self._outcome(self._best(self.rows), is_complete=False)
+            return self._outcome(self._best_so_far(), is_complete=False)
         return self._outcome(best, is_complete=True)
 
     def score(self, row: Row) -> float:
@@ -280,6 +281,12 @@ class Search:
     def _best(self, rows: Sequence[Row]) -> Row | None:
         return max((row for row in rows if row.has_worked), key=self.score, default=None)
 
+    def _best_so_far(self) -> Row | None:
+        """Return the winner of a final of which all rows have a round, or the best by trials."""
+        self._running = []
+        final = [row for row in self._finalists_now if row.has_worked]
+        return self._winner(final) if final and all(row.finals for row in final) else self._best(self.rows)
+
     def _final(self, best: Row | None) -> Row | None:
         """Return the best of the best few that trains as the plain model does, measured by turns."""
         while best is not None and (finalists := self._finalists(best)):
@@ -315,6 +322,7 @@ class Search:
         return fastest if known.gain(fastest.name, finalists[0].name).low > 0 else finalists[0]
 
     def _rounds(self, rows: Sequence[Row]) -> None:
+        self._finalists_now = rows
         for row in rows:
             row.finals = []
         for number in range(_ROUNDS):
@@ -349,7 +357,7 @@ class Search:
 
     def _known(self, rows: Sequence[Row], *, rounds_are_over: bool = False) -> Rounds:
         # One round has no interval. If there is no time for another, the trials of the search count as one.
-        counts = rounds_are_over and {len(row.finals) for row in rows} == {1} and all(row.result for row in rows)
+        counts = rounds_are_over and min(len(row.finals) for row in rows) == 1 and all(row.result for row in rows)
         played = {row.name: [row.result, *row.finals] if counts else row.finals for row in rows}
         return Rounds({name: [self._scored(each) for each in found if each] for name, found in played.items()})
 
@@ -377,7 +385,12 @@ class Search:
 
     def _reject_wrong_losses(self, row: Row) -> None:
         """Reject a row whose losses are not those of the stock run, by the trials that recorded most of them."""
-        if row is self._stock or self._stock is None or not row.has_worked or self._stock.result is None:
+        if row is self._stock or self._stock is None or row.result is None or not row.has_worked:
+            return
+        if self._stock.result is None:
+            return
+        if [*row.result.schedules] != [*self._stock.result.schedules] and self._stock.has_worked:
+            row.why = "rejected: its scheduler would change the learning rates after another number of steps"
             return
         found, stock = (
             max((each for each in (of.result, *of.finals) if each is not None), key=lambda each: len(each.losses))

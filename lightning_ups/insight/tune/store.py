@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from lightning_ups.insight.tune.result import Result
 
 _FILE = "results.jsonl"
 _KEPT = (None, "refused")
+_DAY = 24 * 3600.0
 
 
 class Store:
     """Keeps results by key, in a file that several searches may append to.
 
-    Failures other than refusals are kept only in memory, since their cause may be gone in the next search.
+    Failures other than refusals count for a day, so that a search that is continued does not repeat them: their cause
+    may be gone later.
 
     Args:
         folder: Where the file is; it is created with the first result.
@@ -36,7 +39,7 @@ class Store:
                     key, result = str(row["key"]), Result.of(row["result"])
                 except (ValueError, KeyError, TypeError, AttributeError):
                     continue  # a line that was interrupted
-                if result.failure in _KEPT:
+                if result.failure in _KEPT or _is_of_today(row):
                     self._results[key] = result
 
     def find(self, key: str) -> Result | None:
@@ -46,10 +49,8 @@ class Store:
     def add(self, key: str, result: Result, *, about: Mapping[str, Any]) -> None:
         """Append a result. ``about`` describes the trial for people who read the file."""
         self._results[key] = result
-        if result.failure not in _KEPT:
-            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        row = {"key": key, **about, "result": result.as_dict()}
+        row = {"key": key, "time": time.time(), **about, "result": result.as_dict()}
         # One write to a file that is opened for appending is not mixed with those of other processes.
         with self.path.open("ab", buffering=0) as file:
             before = b"" if _ends_a_line(self.path) else b"\n"
@@ -76,6 +77,11 @@ def digest_of_files(paths: Iterable[str | Path]) -> str:
     """Return a digest of the content of files; those that do not exist are left out."""
     found = [Path(path) for path in paths]
     return digest([path.read_text(encoding="utf-8", errors="replace") for path in found if path.is_file()])
+
+
+def _is_of_today(row: Mapping[str, Any]) -> bool:
+    written = row.get("time")
+    return isinstance(written, float) and 0 <= time.time() - written < _DAY
 
 
 def _ends_a_line(path: Path) -> bool:

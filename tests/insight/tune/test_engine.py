@@ -84,6 +84,15 @@ def test_nothing_is_run_twice_but_other_rounds_files_and_devices_are(tmp_path):
     assert started({"device": "b"}, Effort()) == 1
 
 
+def test_a_hang_is_tried_again_only_with_more_time(tmp_path):
+    counts = []
+    for limit in (0.2, 0.2, 3):
+        with engine(tmp_path, store=Store(tmp_path)) as trials:
+            assert trials.run(configuration("60"), Effort(limit=limit)).failure == "hang"
+            counts.append(trials.count)
+    assert counts == [1, 0, 1]
+
+
 def test_a_pruned_result_counts_only_while_it_is_far_behind(tmp_path):
     with engine(tmp_path, store=Store(tmp_path)) as trials:
         trials.run(configuration("slow"), Effort(floor=4))

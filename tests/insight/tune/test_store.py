@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 import torch
@@ -21,11 +22,14 @@ def test_results_are_found_again_and_an_interrupted_line_is_skipped(tmp_path):
 
 
 @pytest.mark.parametrize("failure", ["out of memory", "crash", "hang", "compiler error"])
-def test_a_failure_is_tried_again_by_the_next_search(tmp_path, failure):
+def test_a_failure_is_kept_for_a_search_that_is_continued_and_tried_again_later(tmp_path, monkeypatch, failure):
     store = Store(tmp_path)
     store.add("a", Result(failure=failure), about={})
-    assert store.find("a") == Result(failure=failure)
-    assert Store(tmp_path).find("a") is None
+    assert store.find("a") == Store(tmp_path).find("a") == Result(failure=failure)
+    tomorrow = time.time() + 25 * 3600
+    with monkeypatch.context() as later:
+        later.setattr("time.time", lambda: tomorrow)
+        assert Store(tmp_path).find("a") is None
     store.path.write_text(json.dumps({"key": "a", "limit": 9, "result": {"failure": failure}}) + "\n")  # of 0.1
     assert Store(tmp_path).find("a") is None
 
