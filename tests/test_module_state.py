@@ -19,12 +19,12 @@ CACHES = {
 # What the process itself has once: an attribute of another package, an environment variable, a counter.
 OF_THE_PROCESS = {
     "_compat/lightning/checkpoints.py:_UNTIL_THE_END": "a patch that comes before any hook of a run",
+    "_compat/contexts.py:_HELD": "settings of torch, each thread's or the process's as torch has them",
+    "_compat/contexts.py:_LOCK": "of these settings",
     "_compat/patches.py:_LOCK": "of the register of patches",
     "_compat/patches.py:_PLACES": "the register of patches: attributes of other packages, and who replaces them",
     "_compat/torch/compile/cudagraph_trees.py:_LAST_MARK": "torch counts steps for the process",
-    "_compat/torch/compile/dynamo.py:_GUARDS": "settings of torch, each thread's or the process's as torch has them",
     "_compat/torch/fsdp/process_groups.py:_INHERITED": "of a process that was forked: groups of its parent",
-    "_compat/torch/tensors/autograd.py:_BUDGET": "a setting of torch, each thread's or the process's as torch has it",
     "_compat/torch/tensors/ops.py:_COSTLY": "operators that packages of kernels register",
     "_compat/torch/tensors/tensor_files.py:_PATCHING": "a lock around a setting of torch",
     "commands/tokenize.py:_work": "the work of a process that was started for it",
@@ -60,7 +60,7 @@ BY_THREAD = {
 LISTED = CACHES | OF_THE_PROCESS | BY_OWNER | BY_THREAD
 
 _CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
-_STATEFUL = ("Counter(", "ContextVar(", "ExitStack(", "Lock(", "RLock(", "SharedSettings(", "ThreadStack", "count(")
+_STATEFUL = ("Counter(", "ContextVar(", "ExitStack(", "Lock(", "RLock(", "ThreadStack", "count(")
 _STATEFUL += (
     "local(",
     "defaultdict(",

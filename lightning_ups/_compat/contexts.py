@@ -4,8 +4,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from threading import RLock, local
-from types import ModuleType, SimpleNamespace
+from dataclasses import dataclass, field
+from threading import RLock, get_ident, local
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -34,49 +35,60 @@ class ThreadStack(local, Generic[T]):
                 del self.values[place]
 
 
-class SharedSettings:
-    """Sets attributes of a config module while at least one context is open; contexts may be closed in any order.
+@dataclass
+class _Held:
+    """What a setting was before the first open context, and the values of those that are open, oldest first."""
 
-    Torch's settings are per thread since 2.13, and per process before; contexts are counted accordingly.
+    default: Any
+    before: dict[int, Any] = field(default_factory=dict)  # by thread
+    values: dict[object, tuple[int, Any, bool]] = field(default_factory=dict)
+
+
+_LOCK = RLock()
+_HELD: dict[tuple[str, str], _Held] = {}
+
+
+@contextmanager
+def setting(config: ModuleType, name: str, value: Any, *, everywhere: bool = False) -> Iterator[None]:
+    """Set ``config.name`` while the context is open. Contexts may be closed in any order; the newest open one decides.
+
+    Torch's settings are per thread since 2.13, and per process before.
 
     Args:
-        config: The config module.
-        names: Its attributes.
+        config: A config module of torch.
+        name: Its attribute.
+        value: The value.
+        everywhere: Also set it in other threads, such as those of autograd, which may compile a backward.
     """
+    entry, token, thread = config._config[name], object(), _thread(config, name)
+    with _LOCK:
+        held = _HELD.setdefault((config.__name__, name), _Held(entry.default))
+        held.before.setdefault(thread, entry.user_override.get() if thread else entry.user_override)
+        held.values[token] = thread, value, everywhere
+        setattr(config, name, value)
+        if everywhere:
+            entry.default = value
+    try:
+        yield
+    finally:
+        with _LOCK:
+            del held.values[token]
+            left = [*held.values.values()]
+            here = [value for of, value, _ in left if of == thread]
+            setattr(config, name, here[-1] if here else held.before.pop(thread))
+            entry.default = next((value for _, value, for_all in reversed(left) if for_all), held.default)
+            if not left:
+                del _HELD[config.__name__, name]
 
-    def __init__(self, config: ModuleType, *names: str) -> None:
-        self._config, self._names = config, names
-        entry = config._config[names[0]]
-        self._open: Any = local() if isinstance(entry.user_override, ContextVar) else SimpleNamespace()
-        self._lock = RLock()
 
-    @property
-    def values(self) -> tuple[Any, ...] | None:
-        """The values set by the open contexts, or None."""
-        return getattr(self._open, "values", None)
+def values_set(config: ModuleType, name: str) -> list[Any]:
+    """Return the values to which open contexts have set ``config.name``, of this thread if each has its own."""
+    held, thread = _HELD.get((config.__name__, name)), _thread(config, name)
+    return [value for of, value, _ in held.values.values() if of == thread] if held else []
 
-    @contextmanager
-    def set(self, *values: Any) -> Iterator[None]:
-        """Set the attributes to ``values``, which must equal those of other open contexts."""
-        with self._lock:
-            if self.values is None:
-                self._open.values, self._open.count = values, 0
-                self._open.before = [getattr(self._config, name) for name in self._names]
-                self._write(values)
-            assert self.values == values
-            self._open.count += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open.count -= 1
-                if not self._open.count:
-                    self._open.values = None
-                    self._write(self._open.before)
 
-    def _write(self, values: Any) -> None:
-        for name, value in zip(self._names, values, strict=True):
-            setattr(self._config, name, value)
+def _thread(config: ModuleType, name: str) -> int:
+    return get_ident() if isinstance(config._config[name].user_override, ContextVar) else 0
 
 
 @contextmanager

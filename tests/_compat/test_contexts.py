@@ -1,10 +1,10 @@
 import logging
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 from torch.compiler import config
 
-from lightning_ups._compat.contexts import SharedSettings, ThreadStack, only_from, without
+from lightning_ups._compat.contexts import ThreadStack, only_from, setting, values_set, without
 
 NAME = "cache_key_tag"
 
@@ -24,30 +24,35 @@ def test_contexts_close_in_any_order_and_threads_have_their_own():
     assert stack.values == []
 
 
-def test_settings_hold_until_the_last_context_closes():
-    settings, before = SharedSettings(config, NAME), getattr(config, NAME)
-    first, second = settings.set("a"), settings.set("a")
+def test_the_newest_open_context_decides_and_all_is_put_back():
+    before, entry = getattr(config, NAME), config._config[NAME]
+    first, second = setting(config, NAME, "a", everywhere=True), setting(config, NAME, "b", everywhere=True)
     first.__enter__(), second.__enter__()
+    assert (getattr(config, NAME), entry.default, values_set(config, NAME)) == ("b", "b", ["a", "b"])
     first.__exit__(None, None, None)
-    assert (getattr(config, NAME), settings.values) == ("a", ("a",))
+    assert (getattr(config, NAME), entry.default, values_set(config, NAME)) == ("b", "b", ["b"])
     second.__exit__(None, None, None)
-    assert (getattr(config, NAME), settings.values) == (before, None)
+    assert (getattr(config, NAME), entry.default, values_set(config, NAME)) == (before, before, [])
 
 
-def test_a_thread_sets_what_it_reads():
-    settings, before, seen = SharedSettings(config, NAME), getattr(config, NAME), []
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_threads_end_in_any_order(everywhere):
+    before, begun, ended, seen = getattr(config, NAME), Event(), Event(), []
 
     def run():
-        with settings.set("a"):
+        with setting(config, NAME, "b", everywhere=everywhere):
+            begun.set()
+            ended.wait(60)
             seen.append(getattr(config, NAME))
 
-    with settings.set("a"):
-        thread = Thread(target=run)
+    thread = Thread(target=run)
+    with setting(config, NAME, "a", everywhere=everywhere):
         thread.start()
-        thread.join()
-        seen.append(getattr(config, NAME))
-    assert seen == ["a", "a"]
-    assert getattr(config, NAME) == before
+        begun.wait(60)
+    ended.set()
+    thread.join()
+    assert seen == ["b"]
+    assert getattr(config, NAME) == before == config._config[NAME].default
 
 
 def test_the_level_comes_back_after_an_error():

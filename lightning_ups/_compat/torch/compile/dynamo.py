@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 from typing_extensions import override
 
-from lightning_ups._compat.contexts import SharedSettings
+from lightning_ups._compat.contexts import setting
 from lightning_ups._compat.environment import installed
 from lightning_ups._compat.patches import applied
 
@@ -333,7 +333,7 @@ def cache_hits() -> tuple[int, int]:
 
 def backward_compiled_with_forward() -> AbstractContextManager[Any]:
     """Return a context in which a graph's backward is compiled with its forward, not when it first runs."""
-    return aot_config.patch({"force_non_lazy_backward_lowering": True})
+    return setting(aot_config, "force_non_lazy_backward_lowering", value=True)
 
 
 def donated_buffers_off() -> AbstractContextManager[Any]:
@@ -341,26 +341,24 @@ def donated_buffers_off() -> AbstractContextManager[Any]:
 
     Otherwise their first backward overwrites the memory of saved tensors.
     """
-    return aot_config.patch({"donated_buffer": False})
+    return setting(aot_config, "donated_buffer", value=False)
 
 
 def ddp_splitting_off() -> AbstractContextManager[Any]:
     """Keep Dynamo from splitting graphs at DDP's bucket boundaries while the context is open."""
-    return dynamo.config.patch(optimize_ddp=False)
+    return setting(dynamo.config, "optimize_ddp", value=False)
 
 
-def guarding_each_parameter() -> AbstractContextManager[None]:
+@contextmanager
+def guarding_each_parameter() -> Iterator[None]:
     """Let graphs compiled in this context check each parameter at every call, including `requires_grad`.
 
     Torch 2.11 skips these checks while the dict that holds a parameter is unchanged. A graph compiled while a parameter
     was frozen would then still be used after it was unfrozen, and give it no gradient.
     """
-    return _GUARDS.set(False, False)  # noqa: FBT003  (the values of two settings)
-
-
-_GUARDS = SharedSettings(
-    dynamo.config, "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
-)
+    of_dicts = setting(dynamo.config, "skip_tensor_guards_with_matching_dict_tags", value=False)
+    with of_dicts, setting(dynamo.config, "use_recursive_dict_tags_for_guards", value=False):
+        yield
 
 
 @contextmanager
@@ -374,7 +372,7 @@ def loggers_left_out(tell: Callable[[], None]) -> Iterator[None]:
     methods = [method for name, method in vars(logging.Logger).items() if name.partition("_")[0] in _LEVELS]
     left_out = _LeftOut({*dynamo.config.ignore_logging_functions, *methods})
     left_out.tell = tell
-    with dynamo.config.patch(ignore_logging_functions=left_out):
+    with setting(dynamo.config, "ignore_logging_functions", left_out):
         yield
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import fx
 
+from lightning_ups._compat.contexts import setting
 from lightning_ups._compat.patches import applied
 
 GraphKind = Literal["joint", "apart"]
@@ -127,16 +128,7 @@ def tuned_blocks() -> AbstractContextManager[None]:
     return _set("coordinate_descent_tuning")
 
 
-@contextmanager
-def _set(name: str, value: Any = True) -> Iterator[None]:  # noqa: FBT002
+def _set(name: str, value: Any = True) -> AbstractContextManager[None]:  # noqa: FBT002
     from torch._inductor import config  # slow to import
 
-    # The setting is local to this thread, and a backward may be compiled in a thread of autograd, with the defaults.
-    entry = config._config[name]  # pyright: ignore[reportAttributeAccessIssue]
-    before = entry.default
-    with config.patch({name: value}):
-        entry.default = value
-        try:
-            yield
-        finally:
-            entry.default = before
+    return setting(config, name, value, everywhere=True)

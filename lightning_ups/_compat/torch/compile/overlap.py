@@ -6,7 +6,7 @@ A pass set by the user runs first.
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch._inductor.config as inductor_config
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from lightning_ups._compat.contexts import setting
 from lightning_ups._compat.optional.packages import has
 from lightning_ups._compat.patches import applied
 from lightning_ups._compat.torch.compile import graph_passes, partitioner
@@ -60,10 +61,10 @@ def bucketing(*, together: bool, key: str, told: Callable[[GraphCollectives], No
         told: Called for each compiled graph, but not for cached ones.
     """
     passes = _Bucket(together, key, told, passes_in(inductor_config.post_grad_custom_post_pass))
-    settings: dict[str, Any] = {"post_grad_custom_post_pass": passes}
-    if together:
-        settings["reorder_for_peak_memory"] = False  # the scheduler would undo the order of the pass
-    with inductor_config.patch(settings):
+    with ExitStack() as stack:
+        stack.enter_context(setting(inductor_config, "post_grad_custom_post_pass", passes))
+        if together:  # the scheduler would undo the order of the pass
+            stack.enter_context(setting(inductor_config, "reorder_for_peak_memory", value=False))
         yield
 
 

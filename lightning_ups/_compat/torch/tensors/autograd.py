@@ -26,14 +26,14 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, checkpoint
 
-from lightning_ups._compat.contexts import SharedSettings
+from lightning_ups._compat.contexts import setting, values_set
 from lightning_ups._compat.patches import applied
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_BUDGET = "activation_memory_budget"
 _SELECTING = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
-_BUDGET = SharedSettings(config, "activation_memory_budget")
 
 
 def changing_function_inputs(change: Callable[[Any], Any]) -> AbstractContextManager[None]:
@@ -100,13 +100,13 @@ def activation_memory_budget(budget: float) -> Iterator[None]:
     """
     # A tiny bit more, so that no cache returns graphs that torch has split itself: their backward draws new random
     # numbers, while `random_numbers_kept` keeps them.
-    values = (math.nextafter(budget, 1.0),)
-    if (others := _BUDGET.values) is not None and others != values:
+    value = math.nextafter(budget, 1.0)
+    if others := {*values_set(config, _BUDGET)} - {value}:
         raise RuntimeError(
-            f"memory_budget={budget} cannot be set while another fit of this process has {others[0]:.3g}, since torch"
-            " has one setting for all. End the first fit before the second starts, or give both the same budget."
+            f"memory_budget={budget} cannot be set while another fit of this process has {others.pop():.3g}, since"
+            " torch has one setting for all. End the first fit before the second starts, or give both the same budget."
         )
-    with _BUDGET.set(*values):
+    with setting(config, _BUDGET, value):
         yield
 
 
