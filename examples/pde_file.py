@@ -9,7 +9,7 @@ import math
 import sys
 
 from lightning_ups.data.fields import EQUATIONS, solve
-from lightning_ups.data.fields.hdf5 import write_pdebench
+from lightning_ups.data.fields.files import write_pdebench
 
 EQUATION = "navier_stokes"
 

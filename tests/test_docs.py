@@ -45,6 +45,17 @@ def resolve(dotted: str):
     raise AssertionError(f"{dotted} cannot be imported")
 
 
+def arguments(thing) -> set[str]:
+    """Return the names of its arguments, with those that it passes on to its base class as ``**``."""
+    known: set[str] = set()
+    for each in inspect.getmro(thing) if inspect.isclass(thing) else (thing,):
+        found = inspect.signature(each).parameters
+        known |= {*found}
+        if all(argument.kind is not argument.VAR_KEYWORD for argument in found.values()):
+            break
+    return known
+
+
 def checked_calls(source: str) -> int:
     """Import what ``source`` imports from this package, and bind each call of it to the signature."""
     tree, names, count = ast.parse(source), {}, 0
@@ -54,7 +65,7 @@ def checked_calls(source: str) -> int:
     names = shells() | names  # docstrings leave the imports out
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
-            known = inspect.signature(names[node.func.id]).parameters
+            known = arguments(names[node.func.id])
             for keyword in node.keywords:
                 assert keyword.arg is None or keyword.arg in known, f"{node.func.id}({keyword.arg}=...) in:\n{source}"
             count += 1
@@ -67,9 +78,9 @@ def check_yaml(node) -> None:
         path = node.get("class_path")
         if isinstance(path, str) and (path in shells() or path.startswith("lightning_ups.")):
             shell = shells().get(path) or resolve(path)
-            known = inspect.signature(shell).parameters
+            known = arguments(shell)
             for name in node.get("init_args") or {}:
-                assert name in known, f"{path} has no argument {name!r}, but {list(known)}"
+                assert name in known, f"{path} has no argument {name!r}, but {sorted(known)}"
         for value in node.values():
             check_yaml(value)
     elif isinstance(node, list):

@@ -25,6 +25,6 @@ def test_from_a_file_to_a_surrogate_with_pictures(tmp_path):
     # As docs/pde.md uses what was trained.
     path = tmp_path / said("checkpoint", out)
     module = PDEModule.load_from_checkpoint(path)
-    known = torch.load(path, weights_only=True)["HDF5Fields"]
+    known = torch.load(path, weights_only=True)["StoredFields"]
     assert {*known} == {"mean", "std", "condition_mean", "condition_std"}
     assert module.model.rollout(torch.randn(1, 1, 1, 32, 32), torch.zeros(1, 0), steps=3).shape == (1, 3, 1, 32, 32)

@@ -1,4 +1,4 @@
-"""Datamodules of fields: trajectories that a solver generates, and trajectories of HDF5 files."""
+"""Datamodules of fields: trajectories that a solver generates, and trajectories of HDF5 files and zarr stores."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_ups.data.fields.equations import EQUATIONS, Equation, solve
-from lightning_ups.data.fields.hdf5 import open_fields
+from lightning_ups.data.fields.files import open_fields
 from lightning_ups.data.fields.windows import Batch, InMemory, Statistics, Trajectories, Windows
 from lightning_ups.order.arguments import check_choice, check_least
 
@@ -25,11 +25,20 @@ _FORMAT = 1  # of the cache; raise it when equal arguments give other data
 
 
 class FieldData(LightningDataModule, ABC):
-    """What `GeneratedFields` and `HDF5Fields` share.
+    """What `GeneratedFields` and `StoredFields` share.
 
     A batch is (inputs, targets, conditions): frames [batch, time, channels, *grid] that a model is given, those that
     follow, and numbers [batch, P] by which the trajectory is known. All are normalized by the statistics of the
     training data. A checkpoint keeps the statistics.
+
+    Args:
+        batch_size: Samples in a batch on each device.
+        inputs: Frames that a model is given.
+        targets: Frames that it predicts in training, as a rollout.
+        val_targets: Frames that it predicts in validation; fewer if the trajectories are shorter.
+        num_workers: Worker processes of each loader.
+        seed: For the order of samples.
+        cache_dir: Folder of the cache. None: ``lightning_ups`` in the user's cache.
     """
 
     fields: tuple[str, ...] = ()  # names of the channels; known after `setup`
@@ -40,13 +49,13 @@ class FieldData(LightningDataModule, ABC):
     def __init__(
         self,
         *,
-        batch_size: int,
-        inputs: int,
-        targets: int,
-        val_targets: int,
-        num_workers: int,
-        seed: int,
-        cache_dir: str | None,
+        batch_size: int = 16,
+        inputs: int = 1,
+        targets: int = 1,
+        val_targets: int = 8,
+        num_workers: int = 0,
+        seed: int = 0,
+        cache_dir: str | None = None,
     ) -> None:
         super().__init__()
         sizes = {"batch_size": batch_size, "inputs": inputs, "targets": targets, "val_targets": val_targets}
@@ -157,13 +166,8 @@ class GeneratedFields(FieldData):
         frames: Of each trajectory.
         interval: Between frames. None: that of the equation.
         ranges: For parameters of the equation, as ``{name: [low, high]}``. The others have the ranges of the equation.
-        batch_size: Samples in a batch on each device.
-        inputs: Frames that a model is given.
-        targets: Frames that it predicts in training, as a rollout.
-        val_targets: Frames that it predicts in validation; fewer if the trajectories are shorter.
-        num_workers: Worker processes of each loader. The data is in memory, so that few models need any.
-        seed: For the trajectories and their order.
-        cache_dir: Folder of the file. None: ``lightning_ups`` in the user's cache.
+        batching: The arguments of `FieldData`. ``seed`` is also for the trajectories. The data is in memory, so that
+            few models need workers.
 
     Example::
 
@@ -180,18 +184,9 @@ class GeneratedFields(FieldData):
         frames: int = 25,
         interval: float | None = None,
         ranges: dict[str, tuple[float, float]] | None = None,
-        batch_size: int = 16,
-        inputs: int = 1,
-        targets: int = 1,
-        val_targets: int = 8,
-        num_workers: int = 0,
-        seed: int = 0,
-        cache_dir: str | None = None,
+        **batching: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size, inputs=inputs, targets=targets, val_targets=val_targets, num_workers=num_workers,
-            seed=seed, cache_dir=cache_dir,
-        )  # fmt: skip
+        super().__init__(**batching)
         check_choice("equation", equation, get_args(Equation), of="GeneratedFields", why="A solver is known for each.")
         for name, value in {"trajectories": trajectories, "val_trajectories": val_trajectories}.items():
             check_least(name, value, 1, of="GeneratedFields", why="It counts trajectories.")
@@ -229,29 +224,24 @@ class GeneratedFields(FieldData):
         return chosen[: self.trajectories], chosen[self.trajectories :]
 
 
-class HDF5Fields(FieldData):
-    """Trajectories of HDF5 files in the layouts of PDEBench and The Well, which are read as batches need them.
+class StoredFields(FieldData):
+    """Trajectories of HDF5 files or zarr stores as PDEBench and The Well have them, read as batches need them.
 
     Scalars of The Well's files, such as a Reynolds number, are the conditions; PDEBench's files have none. The
     statistics are computed once and kept in a file.
 
     Args:
-        path: An HDF5 file, or a folder of them.
+        path: An HDF5 file, a zarr store, or a folder of them.
         val_path: The same for validation, such as The Well's ``data/valid``. None: some trajectories of ``path``.
         hold_out_one_in: Without ``val_path``, one trajectory in so many is for validation.
         time_stride: Take one frame in so many.
         space_stride: Take one grid point in so many along each axis.
         statistics_from: At most so many trajectories are read for the statistics. None: all.
-        batch_size: Samples in a batch on each device.
-        inputs: Frames that a model is given.
-        targets: Frames that it predicts in training, as a rollout.
-        val_targets: Frames that it predicts in validation; fewer if the trajectories are shorter.
         num_workers: Worker processes of each loader.
-        seed: For the order of samples.
-        cache_dir: Folder of the statistics. None: ``lightning_ups`` in the user's cache.
+        batching: The other arguments of `FieldData`.
 
     Raises:
-        ModuleNotFoundError: In ``setup``, if h5py is missing.
+        ModuleNotFoundError: In ``setup``, if h5py or zarr is missing.
         FileNotFoundError: In ``setup``, if there is no file.
         ValueError: In ``setup``, if a layout is unknown, or nothing remains for training or validation.
     """
@@ -265,21 +255,13 @@ class HDF5Fields(FieldData):
         time_stride: int = 1,
         space_stride: int = 1,
         statistics_from: int | None = 256,
-        batch_size: int = 16,
-        inputs: int = 1,
-        targets: int = 1,
-        val_targets: int = 8,
         num_workers: int = 2,
-        seed: int = 0,
-        cache_dir: str | None = None,
+        **batching: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size, inputs=inputs, targets=targets, val_targets=val_targets, num_workers=num_workers,
-            seed=seed, cache_dir=cache_dir,
-        )  # fmt: skip
-        check_least("hold_out_one_in", hold_out_one_in, 2, of="HDF5Fields", why="The rest is for training.")
+        super().__init__(num_workers=num_workers, **batching)
+        check_least("hold_out_one_in", hold_out_one_in, 2, of="StoredFields", why="The rest is for training.")
         for name, value in {"time_stride": time_stride, "space_stride": space_stride}.items():
-            check_least(name, value, 1, of="HDF5Fields", why="It counts frames or grid points.")
+            check_least(name, value, 1, of="StoredFields", why="It counts frames or grid points.")
         self.path, self.val_path, self.hold_out_one_in = path, val_path, hold_out_one_in
         self.strides = {"time_stride": time_stride, "space_stride": space_stride}
         self.statistics_from = statistics_from
@@ -315,6 +297,10 @@ class HDF5Fields(FieldData):
 
     def _listed(self, path: str) -> list[tuple[Trajectories, int]]:
         return [(file, index) for file in open_fields(path, **self.strides) for index in range(file.count)]
+
+
+class HDF5Fields(StoredFields):
+    """An earlier name of `StoredFields`, for configs and checkpoints that have it."""
 
 
 def _as_it_is(batch: Any) -> Any:

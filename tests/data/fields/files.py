@@ -1,8 +1,20 @@
-"""Small HDF5 files in the real layouts of PDEBench and The Well."""
+"""Small HDF5 files and zarr stores in the real layouts of PDEBench and The Well."""
+
+from contextlib import contextmanager
 
 import numpy as np
+import pytest
 
-h5py = __import__("pytest").importorskip("h5py")
+h5py = pytest.importorskip("h5py")
+
+
+@contextmanager
+def created(path):
+    if path.suffix == ".zarr":
+        yield pytest.importorskip("zarr").open_group(path, mode="w")
+        return
+    with h5py.File(path, "w") as file:
+        yield file
 
 
 def values(*shape, seed=0):
@@ -12,7 +24,7 @@ def values(*shape, seed=0):
 def pdebench(path, kind, *, count=4, frames=6, points=8):
     """Write a file and return what its trajectories contain [N, T, C, *grid]."""
     grid = (points,) if kind == "tensor" else (points, points)
-    with h5py.File(path, "w") as file:
+    with created(path) as file:
         if kind == "seeds":
             films = values(count, frames, *grid, 2)
             for index, film in enumerate(films):
@@ -48,7 +60,7 @@ def well(path, *, count=3, frames=5, width=8, height=6, reynolds=100.0, seed=0):
 
     Returns what its trajectories contain [N, T, C, *grid].
     """
-    with h5py.File(path, "w") as file:
+    with created(path) as file:
         file.attrs.update({
             "dataset_name": "toy", "grid_type": "cartesian", "n_spatial_dims": 2, "n_trajectories": count,
             "simulation_parameters": ["Re"], "Re": reynolds,
@@ -67,7 +79,8 @@ def well(path, *, count=3, frames=5, width=8, height=6, reynolds=100.0, seed=0):
             ("drive", values(frames), False, True),
             ("start", values(count, seed=3), True, False),
         ):
-            scalars[name] = content
+            put = scalars.create_dataset if isinstance(file, h5py.File) else scalars.create_array
+            put(name, data=np.asarray(content))
             scalars[name].attrs.update({"sample_varying": sample, "time_varying": time})
         contents = {
             "t0_fields": {

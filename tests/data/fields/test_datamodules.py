@@ -2,7 +2,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_ups.data.fields import EQUATIONS, GeneratedFields, HDF5Fields
+from lightning_ups.data.fields import EQUATIONS, GeneratedFields, HDF5Fields, StoredFields
 from tests.data.fields.files import h5py, pdebench, well
 
 
@@ -71,10 +71,10 @@ class TestGenerated:
             GeneratedFields(**wrong)
 
 
-class TestHDF5:
+class TestStored:
     def test_the_last_of_each_group_is_held_out(self, tmp_path, cache):
         films = torch.from_numpy(pdebench(tmp_path / "a.h5", "gas", count=6))
-        data = HDF5Fields(path=str(tmp_path / "a.h5"), hold_out_one_in=3, val_targets=5, **cache)
+        data = StoredFields(path=str(tmp_path / "a.h5"), hold_out_one_in=3, val_targets=5, **cache)
         data.setup("fit")
         ((inputs, targets, _),) = data.val_dataloader()
         found = data.statistics.denormalized(torch.cat([inputs, targets], dim=1))
@@ -83,7 +83,7 @@ class TestHDF5:
 
     def test_one_is_held_out_where_there_are_few(self, tmp_path, cache):
         pdebench(tmp_path / "a.h5", "tensor", count=2)
-        data = HDF5Fields(path=str(tmp_path / "a.h5"), **cache)
+        data = StoredFields(path=str(tmp_path / "a.h5"), **cache)
         data.setup("fit")
         assert (len(data._train), len(data._val)) == (1, 1)
 
@@ -92,7 +92,7 @@ class TestHDF5:
             (tmp_path / folder).mkdir()
             for index in range(2):
                 well(tmp_path / folder / f"{index}.hdf5", reynolds=100.0 * (index + 1), seed=seed)
-        data = HDF5Fields(path=str(tmp_path / "train"), val_path=str(tmp_path / "valid"), **cache)
+        data = StoredFields(path=str(tmp_path / "train"), val_path=str(tmp_path / "valid"), **cache)
         data.setup("fit")
         assert (len(data._train), len(data._val)) == (6, 6)
         conditions = torch.cat([conditions for _, _, conditions in data.train_dataloader()])
@@ -100,24 +100,24 @@ class TestHDF5:
 
     def test_statistics_are_computed_once_for_a_file(self, tmp_path, cache, monkeypatch):
         pdebench(tmp_path / "a.h5", "gas")
-        HDF5Fields(path=str(tmp_path / "a.h5"), **cache).prepare_data()
+        StoredFields(path=str(tmp_path / "a.h5"), **cache).prepare_data()
         with monkeypatch.context() as patch:
             patch.setattr("lightning_ups.data.fields.datamodules.Statistics.of", None)
-            HDF5Fields(path=str(tmp_path / "a.h5"), **cache).setup("fit")
+            StoredFields(path=str(tmp_path / "a.h5"), **cache).setup("fit")
             pdebench(tmp_path / "a.h5", "gas", count=5)
             with pytest.raises(TypeError):  # it has changed
-                HDF5Fields(path=str(tmp_path / "a.h5"), **cache).setup("fit")
+                StoredFields(path=str(tmp_path / "a.h5"), **cache).setup("fit")
 
     def test_a_single_trajectory_is_refused(self, tmp_path, cache):
         pdebench(tmp_path / "a.h5", "gas", count=1)
         with pytest.raises(ValueError, match="val_path"):
-            HDF5Fields(path=str(tmp_path / "a.h5"), **cache).setup("fit")
+            StoredFields(path=str(tmp_path / "a.h5"), **cache).setup("fit")
 
     def test_workers_read(self, tmp_path, cache):
         pdebench(tmp_path / "a.h5", "gas")
         batches = []
         for workers in (0, 2):
-            data = HDF5Fields(path=str(tmp_path / "a.h5"), **{**cache, "num_workers": workers})
+            data = StoredFields(path=str(tmp_path / "a.h5"), **{**cache, "num_workers": workers})
             data.setup("fit")
             batches.append([*data.train_dataloader()])
         assert len(batches[0]) > 3
@@ -150,6 +150,8 @@ def test_a_checkpoint_keeps_the_statistics(tmp_path):
     assert torch.equal(other.statistics.mean, data.statistics.mean)
 
 
-def test_files_need_no_h5py_until_they_are_read():
+@pytest.mark.parametrize("kind", [StoredFields, HDF5Fields])
+def test_files_need_no_h5py_until_they_are_read(kind):
     assert h5py
-    assert HDF5Fields(path="nowhere.h5").path == "nowhere.h5"
+    data = kind(path="nowhere.h5", batch_size=4)
+    assert (data.path, data.batch_size, data.num_workers) == ("nowhere.h5", 4, 2)

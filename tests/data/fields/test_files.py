@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ups.data.fields.hdf5 import PDEBenchFile, WellFile, open_fields, write_pdebench
+from lightning_ups.data.fields.files import PDEBenchFile, WellFile, open_fields, write_pdebench
 from lightning_ups.data.fields.windows import Statistics, Windows
 from tests.data.fields.files import h5py, pdebench, values, well
 
@@ -17,10 +17,15 @@ NAMES = {
 }
 
 
+@pytest.fixture(params=["a.h5", "a.zarr"])
+def path(request, tmp_path):
+    return tmp_path / request.param
+
+
 @pytest.mark.parametrize("kind", NAMES)
-def test_pdebench(tmp_path, kind):
-    expected = torch.from_numpy(pdebench(tmp_path / "a.h5", kind))
-    (file,) = open_fields(tmp_path / "a.h5")
+def test_pdebench(path, kind):
+    expected = torch.from_numpy(pdebench(path, kind))
+    (file,) = open_fields(path)
     assert isinstance(file, PDEBenchFile)
     assert file.fields == NAMES[kind]
     assert (file.count, file.frames, file.grid) == (4, 6, tuple(expected.shape[3:]))
@@ -36,8 +41,7 @@ def test_pdebench_with_channels_in_a_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [*NAMES, "well"])
-def test_strides(tmp_path, kind):
-    path = tmp_path / "a.hdf5"
+def test_strides(path, kind):
     expected = torch.from_numpy(well(path) if kind == "well" else pdebench(path, kind))
     (file,) = open_fields(path, time_stride=2, space_stride=3)
     expected = expected[:, ::2, :, ::3] if expected.dim() == 4 else expected[:, ::2, :, ::3, ::3]
@@ -45,9 +49,9 @@ def test_strides(tmp_path, kind):
     assert torch.equal(file.read(1, 1, 2), expected[1, 1:3])
 
 
-def test_the_well(tmp_path):
-    expected = torch.from_numpy(well(tmp_path / "a.hdf5"))
-    (file,) = open_fields(tmp_path / "a.hdf5")
+def test_the_well(path):
+    expected = torch.from_numpy(well(path))
+    (file,) = open_fields(path)
     assert isinstance(file, WellFile)
     assert file.fields == (
         "pressure", "terrain", "column", "velocity_0", "velocity_1", *(f"strain_{index}" for index in range(4)),
@@ -72,9 +76,10 @@ def test_the_well_stores_axes_without_variation_with_one_point_too(tmp_path):
     assert torch.equal(file.read(2, 1, 4), expected[2, 1:])
 
 
-def test_a_folder_is_all_of_its_files(tmp_path):
+@pytest.mark.parametrize("suffix", ["hdf5", "zarr"])
+def test_a_folder_is_all_of_its_files(tmp_path, suffix):
     for index in range(2):
-        well(tmp_path / f"{index}.hdf5", reynolds=100.0 * index, seed=index, count=index + 1)
+        well(tmp_path / f"{index}.{suffix}", reynolds=100.0 * index, seed=index, count=index + 1)
     files = open_fields(tmp_path)
     assert [file.count for file in files] == [1, 2]
     assert [file.conditions[0, 0].item() for file in files] == [0, 100]
@@ -98,17 +103,18 @@ def test_unknown_layouts_and_missing_files_are_refused(tmp_path):
         open_fields(tmp_path / "a.h5")
 
 
-def test_without_h5py_the_command_is_named(tmp_path, monkeypatch):
+def test_without_a_package_the_command_is_named(path, monkeypatch):
+    pdebench(path, "tensor")
     monkeypatch.setattr("lightning_ups._compat.optional.packages.RequirementCache", lambda _: False)
-    (tmp_path / "a.h5").touch()
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'h5py") as error:
-        open_fields(tmp_path / "a.h5")
+    package = {".h5": "h5py", ".zarr": "zarr"}[path.suffix]
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install '{package}") as error:
+        open_fields(path)
     assert "\n" not in str(error.value)
 
 
-def test_reading_is_lazy_and_each_process_opens_the_file(tmp_path):
-    expected = torch.from_numpy(pdebench(tmp_path / "a.h5", "gas"))
-    (file,) = open_fields(tmp_path / "a.h5")
+def test_reading_is_lazy_and_each_process_opens_the_file(path):
+    expected = torch.from_numpy(pdebench(path, "gas"))
+    (file,) = open_fields(path)
     assert file._handle is None
     file.read(0, 0, 1)  # a handle that workers must not use
     twin = pickle.loads(pickle.dumps(file))

@@ -1,11 +1,12 @@
-"""Readers of HDF5 files in the layouts of PDEBench and of The Well.
+"""Readers of HDF5 files and zarr stores in the layouts of PDEBench and of The Well.
 
 Files are opened when they are first read, once in each process: handles of HDF5 survive neither a fork nor pickling.
 """
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,18 +18,19 @@ from typing_extensions import override
 from lightning_ups._compat.optional.packages import require
 
 _SUFFIXES = (".h5", ".hdf5")
+_MARKS = ("zarr.json", ".zgroup")  # in the folder of a group of zarr
 
 
 class FieldFile(ABC):
-    """Trajectories in one HDF5 file, read lazily.
+    """Trajectories in one HDF5 file or zarr store, read lazily.
 
     Args:
-        path: Of the file.
+        path: Of the file or store.
         time_stride: Take one frame in so many.
         space_stride: Take one grid point in so many along each axis.
 
     Raises:
-        ModuleNotFoundError: If h5py is missing.
+        ModuleNotFoundError: If h5py or zarr is missing.
         ValueError: If the layout is unknown.
     """
 
@@ -44,7 +46,7 @@ class FieldFile(ABC):
         self._time_stride, self._space_stride = time_stride, space_stride
         self._handle: Any = None
         self._opened_by: int | None = None
-        with _h5py().File(self.path, "r") as file:
+        with _opened(self.path) as file:
             grid, frames = self._look(file)
         self.grid = tuple(-(-points // space_stride) for points in grid)
         self.frames = -(-frames // time_stride)
@@ -67,7 +69,7 @@ class FieldFile(ABC):
 
     def _file(self) -> Any:
         if self._opened_by != os.getpid():
-            self._handle, self._opened_by = _h5py().File(self.path, "r"), os.getpid()
+            self._handle, self._opened_by = _open(self.path), os.getpid()
         return self._handle
 
     def __getstate__(self) -> dict[str, Any]:
@@ -218,18 +220,20 @@ class _Part(NamedTuple):
 
 
 def open_fields(path: str | Path, **strides: int) -> list[FieldFile]:
-    """Open an HDF5 file, or all in a folder, and return a reader of each.
+    """Open an HDF5 file, a zarr store, or all in a folder, and return a reader of each.
 
     Raises:
-        ModuleNotFoundError: If h5py is missing.
+        ModuleNotFoundError: If h5py or zarr is missing.
         FileNotFoundError: If there is none.
         ValueError: If layouts are unknown, or files differ in fields, grid or conditions.
     """
     path = Path(path)
-    inside = sorted(found for found in path.rglob("*") if found.suffix in _SUFFIXES)
-    paths = inside if path.is_dir() else [path]
-    if not paths or not path.exists():
-        raise FileNotFoundError(f"{path} is neither an HDF5 file nor a folder with files named *.h5 or *.hdf5.")
+    paths = [path] if path.is_file() else _below(path)
+    if not paths:
+        raise FileNotFoundError(
+            f"{path} is neither an HDF5 file nor a zarr store nor a folder with stores or with files named *.h5 or"
+            " *.hdf5."
+        )
     files = [_kind(each)(each, **strides) for each in paths]
     for each in files[1:]:
         for name in ("fields", "grid", "condition_names"):
@@ -264,8 +268,36 @@ def _h5py() -> Any:
     return require("h5py", requirement="h5py>=3.8", extra="hdf5", feature="Reading HDF5 files")
 
 
+def _below(path: Path) -> list[Path]:
+    if _is_store(path) or (path.is_file() and path.suffix in _SUFFIXES):
+        return [path]
+    return [found for inside in sorted(path.iterdir()) for found in _below(inside)] if path.is_dir() else []
+
+
+def _is_store(path: Path) -> bool:
+    return any((path / mark).is_file() for mark in _MARKS)
+
+
+def _open(path: Path) -> Any:
+    """Open an HDF5 file or a zarr store. Groups and arrays of both have the methods that are used here."""
+    if _is_store(path):
+        zarr = require("zarr", requirement="zarr>=3", extra="zarr", feature="Reading zarr stores")
+        return zarr.open_group(path, mode="r")
+    return _h5py().File(path, "r")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    file = _open(path)
+    try:
+        yield file
+    finally:
+        if not _is_store(path):
+            file.close()
+
+
 def _kind(path: Path) -> type[FieldFile]:
-    with _h5py().File(path, "r") as file:
+    with _opened(path) as file:
         return WellFile if "t0_fields" in file or "t1_fields" in file else PDEBenchFile
 
 
