@@ -13,10 +13,11 @@ import yaml
 
 from lightning_ups._compat.optional.wandb_files import read_wandb
 from lightning_ups.insight.compare.intervals import Array
+from lightning_ups.insight.compare.stores import folder_of_manifest, folder_of_run, read_mlflow, wandb_file
 from lightning_ups.insight.report import flattened, read_manifest
 
 _STEPS = ("trainer/global_step", "global_step", "step", "Step", "_step", "iteration", "iter")
-_NO_METRICS = re.compile(r"epoch|hp_metric|_timestamp|_runtime|.*__(MIN|MAX)")
+_NO_METRICS = re.compile(r"epoch|hp_metric|_step|_timestamp|_runtime|.*__(MIN|MAX)")
 _STEP_TIME = re.compile(
     r"(train_)?(step|iter|iteration|batch)_?((time|duration)(_?(ms|s|sec|seconds))?|(?<=_)(ms|s|sec|seconds))"
     r"|(ms|s|sec|seconds|time)_per_(step|iter|iteration|batch)"
@@ -92,16 +93,18 @@ def read_run(given: str, *, time: str | None = None) -> RunLog:
 
 
 def _read_folder(given: str, folder: Path, *, time: str | None, manifest: Path | None = None) -> RunLog:
-    manifest = manifest or _manifest(folder)
+    folder = folder_of_run(folder)
+    home = folder_of_manifest(folder)
+    manifest = manifest or _manifest(home)
     known = read_manifest(manifest) if manifest else {}
-    table = next((each for each in (folder / "metrics.csv", *sorted(folder.glob("*.wandb"))) if each.exists()), None)
-    rows, settings = _rows(table) if table else ((), {})
+    table = folder / "metrics.csv" if (folder / "metrics.csv").exists() else wandb_file(folder)
+    rows, settings = _rows(table) if table else read_mlflow(folder)
     notes = [] if rows or not table else [f"{table} is not used: it has no rows."]
     found = _from_rows(given, rows, settings, time=time) if rows else RunLog(name=given, series={}, times={})
     series, times, settings = found.series, found.times, flattened(settings)
     of_throughput = known.get("report", {}).get("TokenThroughput", {})
     written = of_throughput.get("step_times")
-    exact = folder / written if isinstance(written, str) else folder / "step_times.csv"
+    exact = home / (written if isinstance(written, str) else "step_times.csv")
     if time is None and exact.exists():
         try:
             times["step_times.csv"] = _from_rows(str(exact), *_rows(exact), time="step_ms").times["a column"]
@@ -112,8 +115,14 @@ def _read_folder(given: str, folder: Path, *, time: str | None, manifest: Path |
     if any(folder.glob("*.tfevents.*")):
         of_events, clocks = _events(folder)
         series, times = of_events | series, (clocks | times if time is None else times)
+    if known and not (series or notes):
+        notes.append(
+            f"{given} has a manifest.json and no metrics. If its logger keeps them elsewhere, name that, such as"
+            " wandb/run-* or a CSV export, or start compare in the folder of mlflow.db."
+        )
     if not (series or times or known):
-        inside = sorted({each.parent.relative_to(folder).as_posix() for each in folder.glob("*/*") if _is_log(each)})
+        below = (each for pattern in ("*/*", "*/*/*", "*/*/artifacts/*") for each in folder.glob(pattern))
+        inside = sorted({folder_of_run(each.parent).relative_to(folder).as_posix() for each in below if _is_log(each)})
         cure = f"Name one of its runs, such as {given.rstrip('/')}/{inside[-1]}." if inside else "Name a run's folder."
         if notes:
             raise ValueError(" ".join([*notes, "Name a run that logged something."]))
@@ -127,7 +136,9 @@ def _read_folder(given: str, folder: Path, *, time: str | None, manifest: Path |
         for name in ("hparams.yaml", "config.yaml"):
             if (folder / name).exists():
                 settings |= flattened(_yaml(folder / name))
-    settings = {name: value for name, value in settings.items() if not _NO_SETTINGS.fullmatch(name)}
+    settings = {
+        name: value for name, value in settings.items() if not _NO_SETTINGS.fullmatch(name.removeprefix("manifest/"))
+    }
     return RunLog(name=given, series=series, times=times, settings=settings, manifest=known, notes=notes)
 
 
@@ -149,7 +160,10 @@ def _rows(path: Path) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file. Give a CSV, JSON or .wandb file, or a folder of logs.") from None
+        raise ValueError(
+            f"{path} is not a text file. Give a CSV, JSON or .wandb file, or a run's folder, such as"
+            " lightning_logs/version_0 or mlruns/1/ID."
+        ) from None
     if path.suffix == ".csv":
         return list(csv.DictReader(text.splitlines())), {}
     try:

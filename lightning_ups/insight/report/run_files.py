@@ -87,6 +87,7 @@ def _of_wandb(logger: Any) -> Iterator[tuple[str, int, bytes]]:
 
 
 _PNG = b"\x89PNG"
+_OF_WANDB = "config.yaml"  # a file that W&B writes itself
 _IMAGES: dict[type, Callable[[Any], Iterator[tuple[str, int, bytes]]]] = {
     TensorBoardLogger: _of_tensorboard,
     WandbLogger: _of_wandb,
@@ -105,7 +106,8 @@ def _to_wandb(logger: Any, paths: Sequence[Path]) -> None:
     for path in paths:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             # In W&B's own folder: a file elsewhere becomes a link there, which it warns of.
-            copy = Path(logger.experiment.dir, file.relative_to(path.parent))
+            name = "lightning_ups-config.yaml" if file.name == _OF_WANDB else file.relative_to(path.parent)
+            copy = Path(logger.experiment.dir, name)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
             logger.experiment.save(str(copy), base_path=logger.experiment.dir, policy="now")

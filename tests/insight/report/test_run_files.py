@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_ups.callbacks import RunManifest, TrainingReport
 from lightning_ups.cli import main
+from lightning_ups.insight.report import give_to_loggers
 from lightning_ups.precision import BF16Precision
 from tests.command import DATA, MODEL
 from tests.toys import Net, loader
@@ -137,3 +138,13 @@ def test_the_command_line_gives_its_configuration_to_mlflow(tmp_path):
     main(["fit", "--config", "run.yaml"])
     kept = {path.name for path in (tmp_path / "mlruns").glob("*/*/artifacts/*")}
     assert {"config.yaml", "manifest.json"} <= kept
+
+
+def test_a_configuration_has_another_name_than_that_of_wandb(tmp_path):
+    (tmp_path / "config.yaml").write_text("ours: 1")
+    logger = wandb_logger(tmp_path)
+    trainer = Trainer(accelerator="cpu", logger=logger)
+    give_to_loggers(trainer, tmp_path / "config.yaml")
+    kept = Path(logger.experiment.dir)
+    assert (kept / "lightning_ups-config.yaml").read_text() == "ours: 1"
+    assert not (kept / "config.yaml").exists()
