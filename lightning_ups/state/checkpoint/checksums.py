@@ -40,6 +40,7 @@ _FILE_ROW = 4096  # bytes, in files that are summed as a whole
 _BUFFER = 2**20  # bytes: small enough to stay in a core's cache between being read and being summed
 _WORTH = 2**18  # bytes from which another thread, or the GPU, is used
 _ODD = 0x9E3779B97F4A7C15  # its bits look random
+_SIGNED_ODD = _ODD - 2**64
 
 
 class DamagedFileError(ValueError):
@@ -96,10 +97,9 @@ def device_sums(data: Sequence[Tensor], chunk: int = CHUNK) -> Tensor:
         sums = torch.zeros(sum(sizes), dtype=torch.int64, device=data[0].device)
         for each, room in zip(rows, sums.split(sizes), strict=True):
             torch.sum(each, 1, out=room[: len(each)])
-        sums = (sums ^ ((sums >> 32) & 0xFFFFFFFF)) * (_ODD - 2**64)  # as _mixed, of signed numbers
-        sums = (sums ^ ((sums >> 29) & (2**35 - 1))).view(-1, per_chunk)
-        sums *= torch.from_numpy(_places(per_chunk).view("<i8")).to(sums.device)
-        return sums.sum(1)
+        # As `_places`. A copy of these would wait for the sums.
+        places = _mixed_signed(torch.arange(1, per_chunk + 1, device=sums.device) * _SIGNED_ODD) | 1
+        return (_mixed_signed(sums).view(-1, per_chunk) * places).sum(1)
     except torch.OutOfMemoryError:  # a checkpoint can still be saved and loaded when the GPU is full
         hosts = (memoryview(each.cpu().numpy()) for each in data)  # type: ignore[arg-type]
         found = [found for host in hosts for found in _sums(host, chunk)]
@@ -133,6 +133,11 @@ def _sums(view: memoryview, chunk: int) -> list[int]:
 def _mixed(words: Any) -> Any:
     words = (words ^ (words >> 32)) * np.uint64(_ODD)
     return words ^ (words >> 29)
+
+
+def _mixed_signed(words: Tensor) -> Tensor:
+    words = (words ^ ((words >> 32) & 0xFFFFFFFF)) * _SIGNED_ODD
+    return words ^ ((words >> 29) & (2**35 - 1))
 
 
 def _mixed_number(word: int) -> int:
