@@ -25,7 +25,7 @@ from lightning_ups.models.generate import generate
 from lightning_ups.models.optimizer import Schedule, ScheduledAdamW
 from lightning_ups.order.arguments import check_choice
 
-Size = Literal["tiny", "150M", "1B", "8B"]
+Size = Literal["tiny", "150M", "1B", "8B", "10B", "70B"]
 Loss = Literal["logits", "chunked"]
 
 
@@ -121,6 +121,28 @@ SIZES: Mapping[Size, GPTConfig] = MappingProxyType(
             num_heads=32,
             num_kv_heads=8,
             ffn_dim=14336,
+            vocab_size=128256,
+            max_seq_len=8192,
+            rope_theta=500_000.0,
+        ),
+        # Llama 3 8B with 40 blocks in place of 32.
+        "10B": GPTConfig(
+            dim=4096,
+            num_layers=40,
+            num_heads=32,
+            num_kv_heads=8,
+            ffn_dim=14336,
+            vocab_size=128256,
+            max_seq_len=8192,
+            rope_theta=500_000.0,
+        ),
+        # Llama 3 70B.
+        "70B": GPTConfig(
+            dim=8192,
+            num_layers=80,
+            num_heads=64,
+            num_kv_heads=8,
+            ffn_dim=28672,
             vocab_size=128256,
             max_seq_len=8192,
             rope_theta=500_000.0,

@@ -59,7 +59,13 @@ def fit(module, tmp_path, **options):
 
 @pytest.mark.parametrize(
     ("size", "count"),
-    [("150M", 152_783_616), ("1B", 1_498_482_688), ("8B", 8_030_261_248)],  # the last two as torchtitan counts them
+    [  # 1B, 8B and 70B as torchtitan counts them
+        ("150M", 152_783_616),
+        ("1B", 1_498_482_688),
+        ("8B", 8_030_261_248),
+        ("10B", 9_775_157_248),
+        ("70B", 70_553_706_496),
+    ],
 )
 def test_sizes_have_the_weights_they_say(size, count):
     with torch.device("meta"):
@@ -394,7 +400,7 @@ def test_the_chunked_loss_does_not_read_a_part_of_the_head(ranks):
 @pytest.mark.parametrize(
     ("name", "value", "fix"),
     [
-        ("size", "2B", "Use one of ('tiny', '150M', '1B', '8B')."),
+        ("size", "2B", "Use one of ('tiny', '150M', '1B', '8B', '10B', '70B')."),
         ("loss", "chunk", "Use one of ('logits', 'chunked')."),
         ("schedule", "cosin", "Use one of ('cosine', 'wsd', 'constant')."),
     ],

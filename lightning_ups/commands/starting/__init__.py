@@ -1,0 +1,1 @@
+"""Commands for the first hour: recipes to start from, and settings of other tools brought here."""
