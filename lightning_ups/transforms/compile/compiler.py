@@ -244,7 +244,12 @@ class Compiled:
                 self._tell_of_evaluation(group)
             group.proven |= group.ran
             if in_graphs and group.frame.graphs == group.frame.small_graphs > 0:
-                group.eager = dict.fromkeys(get_args(Phase), "too small to gain, which scope='model' compiles anyway")
+                why = "too small to gain, which scope='model' compiles anyway"
+                if any(frame.breaks for frame in frames):  # as where a forward returns an object with methods
+                    why = (
+                        "next to nothing lies within its forward. trainer.fit(torch.compile(module)) compiles the step"
+                    )
+                group.eager = dict.fromkeys(get_args(Phase), why)
             if len(group.eager) == len(get_args(Phase)):
                 self._restore_forwards(group)
         self.unchecked = False
