@@ -1,10 +1,13 @@
-"""Pictures of fields, in plain torch, and where loggers take them."""
+"""Pictures and videos of fields, in plain torch, and where loggers take them."""
 
-from collections.abc import Sequence
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 # Blue, white and red, and two between; zero is white.
 _COLORS = ((0.02, 0.19, 0.38), (0.40, 0.66, 0.81), (0.97, 0.97, 0.97), (0.94, 0.54, 0.38), (0.40, 0.00, 0.12))
@@ -40,6 +43,70 @@ def rollout_strip(target: Tensor, prediction: Tensor, *, columns: int = 8) -> Te
         return _joined([row.repeat_interleave(thick, dim=1) for row in rows], dim=1)
     times = torch.linspace(0, len(target) - 1, min(columns, len(target))).round().long()
     return _joined([_joined([row[:, time] for time in times], dim=2) for row in rows], dim=1)
+
+
+def rollout_video(target: Tensor, prediction: Tensor, *, seconds: float = 0.25) -> bytes:
+    """Return an animated PNG of a rollout of two dimensions.
+
+    Each frame shows the target, the prediction and the error, from left to right, on one scale. Browsers play it, in
+    TensorBoard and in a report too. Other programs show the first frame.
+
+    Args:
+        target: [time, height, width].
+        prediction: [time, height, width].
+        seconds: Of each frame.
+    """
+    target, prediction = target.detach().float().cpu(), prediction.detach().float().cpu()
+    limit = target.abs().max().clamp(min=1e-8)
+    zoom = max(1, 128 // target.shape[1])
+    shades = 255  # of 256 colors; the last is the white between fields
+    fields = [
+        ((field / limit + 1) / 2 * (shades - 1))
+        .nan_to_num(nan=shades // 2)
+        .clamp(0, shades - 1)
+        .round()
+        .to(torch.uint8)
+        for field in (target, prediction, prediction - target)
+    ]
+    frames = _joined([field.repeat_interleave(zoom, 1).repeat_interleave(zoom, 2) for field in fields], dim=2)
+    palette = F.pad(colored(torch.linspace(-1, 1, shades), limit=1), (0, 1), value=255)
+    return b"".join(_animated_png(frames, palette.T.contiguous(), milliseconds=round(seconds * 1000)))
+
+
+def _animated_png(frames: Tensor, palette: Tensor, *, milliseconds: int) -> Iterator[bytes]:
+    """Yield the parts of a file, as https://www.w3.org/TR/png-3/ has them.
+
+    Args:
+        frames: Colors by their number, in uint8 [time, height, width].
+        palette: The colors, in uint8 [256, 3].
+        milliseconds: Of each frame.
+    """
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    time, height, width = frames.shape
+    yield b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0))
+    yield chunk(b"PLTE", palette.numpy().tobytes()) + chunk(b"acTL", struct.pack(">II", time, 0))
+    for index, lines in enumerate(F.pad(frames, (1, 0))):  # each line begins with its filter, here none
+        control = struct.pack(">IIIIIHHBB", max(0, 2 * index - 1), width, height, 0, 0, milliseconds, 1000, 0, 0)
+        pixels = zlib.compress(lines.numpy().tobytes())
+        yield chunk(b"fcTL", control)
+        yield chunk(b"fdAT", struct.pack(">I", 2 * index) + pixels) if index else chunk(b"IDAT", pixels)
+    yield chunk(b"IEND", b"")
+
+
+def log_video(loggers: Sequence[Any], name: str, video: bytes, *, step: int) -> None:
+    """Give ``video``, from `rollout_video`, to TensorBoard, whose images may be animated; on rank 0."""
+    from tensorboard.compat.proto import summary_pb2
+
+    messages: Any = summary_pb2
+    width, height = struct.unpack_from(">II", video, 16)
+    image = messages.Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=video)
+    summary = messages.Summary(value=[messages.Summary.Value(tag=name, image=image)])
+    for logger in loggers:
+        if (writer := getattr(getattr(logger, "experiment", None), "file_writer", None)) is not None:
+            writer.add_summary(summary, step)
 
 
 def log_picture(loggers: Sequence[Any], name: str, image: Tensor, *, step: int) -> None:

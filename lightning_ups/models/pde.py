@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from typing_extensions import override
 
 from lightning_ups.models.field_metrics import NRMSE, CorrelationTime, SpectralError, nrmse, spectral_error
-from lightning_ups.models.field_pictures import log_picture, rollout_strip
+from lightning_ups.models.field_pictures import log_picture, log_video, rollout_strip, rollout_video
 from lightning_ups.models.optimizer import Schedule, ScheduledAdamW
 from lightning_ups.order.arguments import check_choice, check_finite, check_least
 
@@ -223,7 +223,7 @@ class PDEModule(ScheduledAdamW):
     Validation logs ``val_nrmse`` of the first step, ``val_nrmse_rollout`` of all steps, ``val_unchanged`` and
     ``val_unchanged_rollout``, the same of a prediction that nothing changes, the error of the whole rollout by bands of
     the spectrum (``val_low``, ``val_middle``, ``val_high``), ``val_correlation_steps``, and a picture of a rollout for
-    each channel.
+    each channel. TensorBoard and `TrainingReport` show it as a video, too, if fields have two axes.
 
     Args:
         size: A shape from `SIZES`, which the arguments down to ``boundary`` change.
@@ -367,6 +367,9 @@ class PDEModule(ScheduledAdamW):
         for index, name in enumerate(fields):
             target, found = (frames[:, index] for frames in shown)
             log_picture(self.loggers, f"rollout/{name}", rollout_strip(target, found), step=self.global_step)
+            if self.config.axes == 2:
+                video = rollout_video(target, found)
+                log_video(self.loggers, f"rollout_video/{name}", video, step=self.global_step)
 
 
 def _stage(config: PDEConfig, level: int) -> nn.ModuleList:

@@ -19,8 +19,9 @@ def test_from_a_file_to_a_surrogate_with_pictures(tmp_path):
     logs = tmp_path / said("logs", out)
     rows = [*csv.DictReader((logs / "metrics.csv").read_text().splitlines())]
     assert len([row for row in rows if row["val_nrmse_rollout"]]) == 2
-    assert len(EventAccumulator(str(logs)).Reload().Images("rollout/u")) == 2
-    assert (logs / "report.html").is_file()
+    for name in ("rollout/u", "rollout_video/u"):
+        assert len(EventAccumulator(str(logs)).Reload().Images(name)) == 2
+        assert f'alt="{name}" src="data:image/png' in (logs / "report.html").read_text()
 
     # As docs/pde.md uses what was trained.
     path = tmp_path / said("checkpoint", out)

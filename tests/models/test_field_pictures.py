@@ -1,8 +1,11 @@
+import io
 from types import SimpleNamespace
 
+import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_ups.models.field_pictures import colored, log_picture, rollout_strip
+from lightning_ups.models.field_pictures import colored, log_picture, log_video, rollout_strip, rollout_video
 
 
 def test_colors_are_blue_white_and_red():
@@ -31,6 +34,34 @@ def test_a_strip_has_target_prediction_and_error_at_some_times():
 def test_fields_of_one_dimension_are_shown_over_time():
     target = torch.randn(32, 20)
     assert rollout_strip(target, target + 1).shape == (3, 3 * 64 + 2 * 2, 20)
+
+
+def test_a_video_has_target_prediction_and_error_side_by_side_in_each_frame():
+    images = pytest.importorskip("PIL.Image")
+    target = torch.randn(5, 64, 48)
+    prediction = target.clone()
+    prediction[3] += 1
+    with images.open(io.BytesIO(rollout_video(target, prediction, seconds=0.5))) as video:
+        assert (video.n_frames, video.size, video.info["duration"]) == (5, (3 * 96 + 2 * 2, 128), 500)
+        for index in range(5):
+            video.seek(index)
+            frame = torch.tensor([*video.convert("RGB").tobytes()]).view(128, -1, 3).movedim(-1, 0)
+            expected = colored(target[index], limit=target.abs().max()).repeat_interleave(2, 1).repeat_interleave(2, 2)
+            assert (frame[:, :, :96] - expected).abs().max() <= 4  # 255 shades
+            assert (frame[:, :, 96:98] == 255).all()
+            assert torch.equal(frame[:, :, :96], frame[:, :, 98:194]) == (index != 3)
+            assert (frame[:, :, 196:] == 247).all() == (index != 3)
+
+
+def test_tensorboard_keeps_a_video(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger, video = TensorBoardLogger(tmp_path), rollout_video(torch.randn(3, 64, 64), torch.randn(3, 64, 64))
+    log_video([CSVLogger(tmp_path), logger], "rollout_video/u", video, step=7)
+    logger.experiment.flush()
+    (image,) = EventAccumulator(logger.log_dir).Reload().Images("rollout_video/u")
+    assert (image.step, image.width, image.height) == (7, 3 * 128 + 2 * 2, 128)
+    assert image.encoded_image_string == video
 
 
 class Calls(list):

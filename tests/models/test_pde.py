@@ -174,7 +174,8 @@ class TestModule:
         made = trainer(tmp_path, max_steps=2, check_val_every_n_epoch=None, val_check_interval=2, logger=loggers)
         made.fit(PDEModule(conditions=2, channels=3), data(tmp_path, equation="shallow_water"))
         events = EventAccumulator(loggers[0].log_dir).Reload()
-        assert events.Tags()["images"] == ["rollout/depth", "rollout/velocity_x", "rollout/velocity_y"]
+        fields = ("depth", "velocity_x", "velocity_y")
+        assert {*events.Tags()["images"]} == {f"{kind}/{f}" for kind in ("rollout", "rollout_video") for f in fields}
         (image,) = events.Images("rollout/depth")
         assert (image.step, image.width, image.height) == (2, 3 * 16 + 2 * 2, 3 * 16 + 2 * 2)
         (table,) = tmp_path.rglob("metrics.csv")
