@@ -6,7 +6,8 @@
 Half of the pairs are equal runs of a small model. In the other half, each step of the second run waits for 3 % of
 its own time. With `--order sequential`, each run is a process of its own, and the second follows the first. With
 `--order interleaved`, both runs take turns in one process after each step, so that both meet the same noise. The
-device is the GPU if there is one. A table is printed at the end; each pair is one line of the output file.
+device is the GPU if there is one. Each pair is one line of the output file, and a table is printed at the end. Called
+again with the same file, the script makes the pairs that are missing; --budget ends a call early.
 """
 
 import argparse
@@ -110,16 +111,30 @@ def main() -> None:
         step = one_step(torch.device(asked.device), width=asked.width, rows=asked.rows)
         write(asked.child, timed([step], [asked.slower / 100], count=asked.steps)[0])
         return
+    end = time.monotonic() + asked.budget
     with tempfile.TemporaryDirectory() as name:
         folder = asked.keep or Path(name)
-        results = []
-        for index in range(2 * asked.pairs):
+        results = _earlier(asked)
+        for index in range(len(results), 2 * asked.pairs):
+            if time.monotonic() > end:
+                print(f"left: {2 * asked.pairs - index} pairs")
+                break
             kind = ("slower", "equal")[index % 2]
             found = judged(pair(folder / f"pair_{index}", asked, asked.slower / 100 if kind == "slower" else 0.0))
-            results.append({"pair": index, "kind": kind, "order": asked.order, "device": asked.device} | found)
+            results.append({"pair": index, "kind": kind, **_setup(asked), **found})
             with asked.output.open("a") as file:
                 file.write(json.dumps(results[-1]) + "\n")
     print(table(results))
+
+
+def _setup(asked: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(asked, name) for name in ("order", "device", "steps", "width", "rows", "slower")}
+
+
+def _earlier(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the pairs of the output file that were made in the same way."""
+    lines = asked.output.read_text().splitlines() if asked.output.exists() else []
+    return [each for each in map(json.loads, lines) if _setup(asked).items() <= each.items()]
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -144,6 +159,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--budget", type=float, default=540, help="seconds after which no pair begins; 540")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
     parser.add_argument("--keep", type=Path, help="keep the step times of all runs in this folder")
     parser.add_argument("--output", type=Path, default=Path("compare_pairs.jsonl"), help="JSON lines, appended")

@@ -282,9 +282,10 @@ def _facts(row: Row) -> dict[str, Any]:
 
 def _page(title: str, subtitle: str, rungs: Sequence[Row], left_out: Sequence[Row]) -> str:
     first, best = rungs[0].rate, max(row.rate for row in rungs)
-    drawn = [row for row in rungs if row.result.failure is None]
-    below = {id(row): drawn[index - 1].rate for index, row in enumerate(drawn) if index}
-    steps = [rate_bar(row.name, row.rate, row.gain, reference=below.get(id(row), row.rate)) for row in drawn]
+    steps = [
+        rate_bar(row.name, row.rate, row.gain, reference=below.rate, verdict=row.verdict)
+        for below, row in pairwise([rungs[0], *rungs])
+    ]
     tiles = [(rungs[0].name, f"{first:.4g}/s"), ("fastest rung", f"{best:.4g}/s"), ("gain", f"{best / first - 1:+.1%}")]
     return html_page(
         title,

@@ -8,19 +8,23 @@ from math import ceil, floor, log10
 from lightning_ups.insight.report import Content, page
 from lightning_ups.insight.tune.effects import Gain
 
-_WIDTH, _ROW, _NAME = 920, 30, 300
+_WIDTH, _ROW, _NAME = 920, 30, 310
+_TEXT = 250  # beside the longest bar
 _LETTER, _LABEL = 7.2, 40  # the width of a letter; the most letters of a label
+_SHORT = 28  # letters of a cell that stays on one line
+_COLORS = {"harmful": "c1", "neutral": "c7"}
 _FEW = 8  # configurations that all have labels
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A bar: its length, the text at its end, and an interval around its end."""
+    """A bar: its length, the text at its end, an interval around its end, and the class of its color."""
 
     name: str
     value: float
     text: str
     interval: tuple[float, float] | None = None
+    color: str = "c0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,21 +49,26 @@ def html_page(
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as HTML."""
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
-    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    lines = ("".join(map(_cell, row)) for row in rows)
     return f"<table><tr>{cells}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _cell(text: str) -> str:
+    style = "white-space:nowrap" if len(text) <= _SHORT else "overflow-wrap:anywhere"
+    return f'<td style="{style}">{escape(text)}</td>'
 
 
 def bars(rows: Sequence[Bar], *, label: str) -> str:
     """Return horizontal bars from zero as SVG."""
     most = max((max(row.value, *(row.interval or (0,))) for row in rows), default=1.0) or 1.0
-    scale = (_WIDTH - _NAME - 190) / most
+    scale = (_WIDTH - _NAME - _TEXT) / most
     parts = [f'<svg viewBox="0 0 {_WIDTH} {_ROW * len(rows) + 8}" role="img" aria-label="{escape(label, quote=True)}">']
     for index, row in enumerate(rows):
         middle = _ROW * index + _ROW / 2 + 4
         end = _NAME + max(1.0, row.value * scale)
         parts.append(_text(_NAME - 10, middle + 4, _shortened(row.name), anchor="end"))
         parts.append(
-            f'<rect class="c0" x="{_NAME}" y="{middle - 10:.1f}" width="{end - _NAME:.1f}" height="20" rx="2"/>'
+            f'<rect class="{row.color}" x="{_NAME}" y="{middle - 10:.1f}" width="{end - _NAME:.1f}" height="20" rx="2"/>'
         )
         right = end
         if row.interval is not None:
@@ -169,11 +178,11 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{ceil(size / 2**20)} MiB"
 
 
-def rate_bar(name: str, rate: float, gain: Gain | None, *, reference: float) -> Bar:
-    """Return a bar of samples per second, with the interval of its gain over ``reference``."""
-    text = f"{rate:.4g}/s" if gain is None else f"{rate:.4g}/s, {gain.value:+.1%}"
+def rate_bar(name: str, rate: float, gain: Gain | None, *, reference: float, verdict: str = "") -> Bar:
+    """Return a bar of samples per second, with the interval of its gain over ``reference`` and the verdict."""
+    text = ", ".join(filter(None, (f"{rate:.4g}/s" if rate else "", f"{gain.value:+.1%}" if gain else "", verdict)))
     interval = None if gain is None or not gain.is_known else (reference * (1 + gain.low), reference * (1 + gain.high))
-    return Bar(name=name, value=rate, text=text, interval=interval)
+    return Bar(name=name, value=rate, text=text, interval=interval, color=_COLORS.get(verdict.partition(";")[0], "c0"))
 
 
 def _beats(one: Spot, other: Spot) -> bool:

@@ -90,3 +90,18 @@ def test_figures_are_short():
     assert bar.interval == (10.5, 11.5)
     assert bar.text == "11/s, +10.0%"
     assert rate_bar("x", 11.0, None, reference=10).interval is None
+
+
+@pytest.mark.parametrize(
+    ("verdict", "color"), [("worth it", "c0"), ("neutral", "c7"), ("harmful; the loss differs", "c1")]
+)
+def test_a_bar_shows_the_verdict(verdict, color):
+    bar = rate_bar("a", 2.0, Gain(value=0.1), reference=1.8, verdict=verdict)
+    assert (bar.text, bar.color) == (f"2/s, +10.0%, {verdict}", color)
+    failed = rate_bar("a", 0.0, None, reference=1.8, verdict="harmful: crash")
+    assert (failed.text, failed.interval) == ("harmful: crash", None)
+
+
+def test_short_cells_stay_on_one_line():
+    shown = table(["head"], [["short", "a long text that " * 4]])
+    assert shown.count("nowrap") == shown.count("anywhere") == 1
