@@ -87,7 +87,7 @@ def test_a_wrong_command_is_exit_code_2():
     assert "Did you mean 'fit'?" in done.stderr
 
 
-@pytest.fixture(params=["site-packages", "vision"], ids=["installed", "source"])
+@pytest.fixture
 def broken_torchvision(tmp_path, monkeypatch, request):
     """A torchvision that was built for another torch, as the one that a process finds first."""
     folder = tmp_path / request.param
@@ -98,9 +98,10 @@ def broken_torchvision(tmp_path, monkeypatch, request):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.getcwd()]))
 
 
-@pytest.mark.usefixtures("broken_torchvision")
-@pytest.mark.parametrize("command", ["fit", "plan"])
-def test_a_package_below_lightning_that_does_not_load_is_named(command):
+@pytest.mark.parametrize(
+    ("broken_torchvision", "command"), [("site-packages", "fit"), ("vision", "plan")], indirect=["broken_torchvision"]
+)
+def test_a_package_below_lightning_that_does_not_load_is_named(broken_torchvision, command):
     done = process("-m", "lightning_ups", command, "--trainer.max_steps", "1")
     assert done.returncode == 2
     said = " ".join(done.stderr.split())
@@ -109,8 +110,8 @@ def test_a_package_below_lightning_that_does_not_load_is_named(command):
     assert "Traceback" not in said
 
 
-@pytest.mark.usefixtures("broken_torchvision")
-def test_doctor_names_it_too():
+@pytest.mark.parametrize("broken_torchvision", ["vision"], indirect=True)
+def test_doctor_names_it_too(broken_torchvision):
     done = process("-m", "lightning_ups", "doctor")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("  lightning ")]
     assert "RuntimeError: operator torchvision::nms does not exist" in line

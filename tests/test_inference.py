@@ -68,7 +68,9 @@ def plain(module):
         return [module.eval()(batch) for batch in ONES]
 
 
-@pytest.mark.parametrize("preset", presets.names())
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=[pytest.mark.slow] * (name == "h200-fp8")) for name in presets.names()]
+)
 def test_each_kind_of_run_with_batches_of_varying_shape(tmp_path, preset, caplog):
     run, module = partial(runner, tmp_path, preset), Model()
     before = plain(module)

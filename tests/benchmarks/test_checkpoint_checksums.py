@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 import torch
@@ -13,28 +14,37 @@ def script(import_benchmark):
     return import_benchmark("checkpoint_checksums")
 
 
-def test_it_measures_both_sides_in_memory_and_on_disk(run_benchmark, tmp_path):
-    words = ["--gigabytes", "0.03", "--disk-gigabytes", "0.01", "--rounds", "2", "--folder", str(tmp_path)]
-    done = run_benchmark("checkpoint_checksums", *words, "--disk", str(tmp_path), "--output", "out")
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+@pytest.fixture
+def summary_of(script, tmp_path, monkeypatch, capsys):
+    """Run the script on a small checkpoint; return its summary, and its rounds or what it printed."""
+
+    def summary_of(*words):
+        monkeypatch.chdir(tmp_path)
+        sizes = ["--gigabytes", "0.03", "--folder", str(tmp_path), "--device", "cpu", "--output", "out"]
+        monkeypatch.setattr(sys, "argv", ["checkpoint_checksums.py", *sizes, *words])
+        script.main()
+        assert not [*tmp_path.glob("tmp*")], "checkpoints are deleted"
+        lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+        return json.loads((tmp_path / "out" / "summary.json").read_text()), lines, capsys.readouterr().out
+
+    return summary_of
+
+
+def test_it_measures_both_sides_in_memory_and_on_disk(summary_of, tmp_path):
+    words = ["--disk-gigabytes", "0.01", "--rounds", "2", "--disk", str(tmp_path)]
+    summary, lines, printed = summary_of(*words)
     order = [(line["place"], line["round"], line["side"]) for line in lines]
     turns = [(0, "without"), (0, "with"), (1, "with"), (1, "without"), (2, "without"), (2, "with")]
     assert order == [(place, *turn) for place in ("memory", "disk") for turn in turns]
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["memory"]["gigabytes"] > 2 * summary["disk"]["gigabytes"] > 0.01
     assert summary["memory"]["rounds"] == 2, "the first round is left out"
     for figure in ("sync_s", "blocked_s", "background_s", "load_s"):
         assert summary["disk"][figure]["with"] > 0
-        assert figure in done.stdout
-    assert not [*tmp_path.glob("tmp*")], "checkpoints are deleted"
+        assert figure in printed
 
 
-def test_loads_are_compared_by_turns_and_in_parts(run_benchmark, tmp_path):
-    words = ["--gigabytes", "0.03", "--disk-gigabytes", "0", "--loads", "2", "--breakdown", "--device", "cpu"]
-    done = run_benchmark("checkpoint_checksums", *words, "--folder", str(tmp_path), "--output", "out")
-    assert done.returncode == 0, done.stderr
-    rounds = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+def test_loads_are_compared_by_turns_and_in_parts(summary_of):
+    summary, rounds, _ = summary_of("--disk-gigabytes", "0", "--loads", "2", "--breakdown")
     sides = ["without", "unverified", "with"]
     orders = {tuple(side for side in one if side in sides) for one in rounds}
     assert len(orders) == len(rounds), "each round has another order"
@@ -43,17 +53,12 @@ def test_loads_are_compared_by_turns_and_in_parts(run_benchmark, tmp_path):
         assert "sum on host" in one["with"]["parts"]
         assert "sum on host" not in one["without"]["parts"] | one["unverified"]["parts"]
         assert one["unverified"]["parts"]["parse"][1] < one["without"]["parts"]["parse"][1], "each kind once"
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["memory"]["load_s"]["with"] == summary["memory, against unverified"]["load_s"]["with"]
     assert summary["memory"]["parts"]["read"]["with"][0] > 0
-    assert not [*tmp_path.glob("tmp*")], "checkpoints are deleted"
 
 
-def test_saves_alone_are_compared(run_benchmark, tmp_path):
-    words = ["--gigabytes", "0.03", "--saves", "2", "--device", "cpu", "--folder", str(tmp_path), "--output", "out"]
-    done = run_benchmark("checkpoint_checksums", *words)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+def test_saves_alone_are_compared(summary_of):
+    summary, *_ = summary_of("--saves", "2")
     assert [*summary] == ["memory"]
     assert summary["memory"]["rounds"] == 2
     assert summary["memory"]["sync_s"]["with"] > 0

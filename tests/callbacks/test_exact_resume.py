@@ -67,7 +67,7 @@ class Rows(Dataset):
         return self.rows[index] + (torch.rand(()) if self.noise else 0)
 
 
-def run(path, loader, *, ckpt_path=None, callbacks=None, folder="c", val=None, seed=7, kind=Noisy, **options):
+def run(path, loader, *, ckpt_path=None, callbacks=None, folder="c", val=None, seed=7, kind=Noisy, every=1, **options):
     warnings.filterwarnings("ignore", "(?!A resumed run may)")
     random.seed(seed)
     numpy.random.seed(seed)
@@ -75,14 +75,15 @@ def run(path, loader, *, ckpt_path=None, callbacks=None, folder="c", val=None, s
     model = kind()
     torch.manual_seed(seed)
     callbacks = [ExactResume()] if callbacks is None else callbacks
-    every = ModelCheckpoint(path / folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    saving = ModelCheckpoint(path / folder, filename="{step}", every_n_train_steps=every, save_top_k=-1)
     options = {"strategy": "auto", "devices": 1, "max_epochs": 3, **options}
-    made = trainer(path, callbacks=[*callbacks, every], enable_checkpointing=True, **options)
+    made = trainer(path, callbacks=[*callbacks, saving], enable_checkpointing=True, **options)
     made.fit(model, loader(), val, ckpt_path=ckpt_path)
     return model.losses
 
 
 def whole_and_resumed(path, loader, step, **options):
+    options["every"] = step
     whole = run(path, loader, **options)
     resumed = run(path, loader, ckpt_path=path / "c" / f"step={step}.ckpt", folder="again", seed=99, **options)
     return whole, resumed
@@ -219,9 +220,10 @@ def test_a_loader_that_has_ended_may_be_resumed_twice_and_its_batches_counted_on
     def loader():
         return CombinedLoader([SHORT["own generator"](), stock(dataset=Rows(400))()], "max_size")
 
-    whole = run(tmp_path, loader, kind=Several)
-    run(tmp_path, loader, ckpt_path=tmp_path / "c" / "step=70.ckpt", folder="again", kind=Several)
-    third = run(tmp_path, loader, ckpt_path=tmp_path / "again" / "step=80.ckpt", folder="third", seed=99, kind=Several)
+    options = {"kind": Several, "every": 10}
+    whole = run(tmp_path, loader, **options)
+    run(tmp_path, loader, ckpt_path=tmp_path / "c" / "step=70.ckpt", folder="again", **options)
+    third = run(tmp_path, loader, ckpt_path=tmp_path / "again" / "step=80.ckpt", folder="third", seed=99, **options)
     assert third == whole[160:]
 
 

@@ -34,6 +34,7 @@ def run(tmp_path, monkeypatch, *fragments, options=()):
     return json.loads(newest.read_text())
 
 
+@pytest.mark.slow  # it sleeps in each step; the others have results from a table
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(900)
 def test_a_slow_addition_is_harmful_one_without_effect_neutral_a_fast_one_worth_it(tmp_path, monkeypatch, capsys):

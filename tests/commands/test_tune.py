@@ -56,7 +56,7 @@ def test_the_fastest_settings_are_found_verified_and_written(tmp_path, monkeypat
     monkeypatch.setattr(tune, "Engine", engine_here())
     monkeypatch.setattr(tune, "Space", lambda situation: Space(situation, AXES))
     monkeypatch.setattr(tune, "_VERIFY", ("true",))
-    facts, overlay = run(tmp_path, monkeypatch, "--seconds", "1.5", "--minutes", "10")
+    facts, overlay = run(tmp_path, monkeypatch, "--seconds", "0.6", "--minutes", "10")
     assert "pause: none" in facts["best"]
     assert "delay" not in facts["best"]
     whys = {row["name"]: row["why"] or (row["result"] or {}).get("failure") for row in facts["rows"]}

@@ -52,11 +52,11 @@ def printed(folder, *commands):
     return "".join(out for out, _ in told)
 
 
-def script(folder):
-    return printed(folder, *((["train.py", strategy], {}) for strategy in STRATEGIES))
+def script(folder, strategies):
+    return printed(folder, (["train.py", *reversed(strategies)], {}))  # the first fit starts the second process
 
 
-def cli(folder):
+def cli(folder, strategies):
     def command(strategy):
         telling = {"class_path": "tests.cli_toys.Telling", "init_args": {"of": strategy}}
         compiling = {"class_path": "Compile", "init_args": {"backend": "aot_eager"}}
@@ -66,19 +66,19 @@ def cli(folder):
         (folder / f"{strategy}.yaml").write_text(yaml.safe_dump(tree))
         return ["-m", "lightning_ups", "fit", "--config", f"{strategy}.yaml"], {}
 
-    return printed(folder, *map(command, STRATEGIES))
+    return printed(folder, *map(command, strategies))
 
 
-def notebook(folder):
-    return run_cells(folder, SCRIPT, *(f"train('{name}', {devices})" for name in STRATEGIES for devices in (2, 1)))
+def notebook(folder, strategies):
+    return run_cells(folder, SCRIPT, *(f"train('{name}', {devices})" for name in strategies for devices in (2, 1)))
 
 
-def torchrun(folder):
+def torchrun(folder, strategies):
     words = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "train.py"]
     return printed(folder, ([*words, *ALL], {}))
 
 
-def slurm(folder):
+def slurm(folder, strategies):
     def task(rank):
         given = {"NTASKS": 2, "NTASKS_PER_NODE": 2, "NNODES": 1, "JOB_ID": 7, "JOB_NAME": "train"}
         given |= {"PROCID": rank, "LOCALID": rank, "NODEID": 0, "JOB_NODELIST": "localhost"}
@@ -90,24 +90,29 @@ def slurm(folder):
     return printed(folder, task(0), task(1))
 
 
-@pytest.fixture(scope="module", params=[script, cli, notebook, torchrun, slurm], ids=lambda launcher: launcher.__name__)
-def launched(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param.__name__)
-    (folder / "train.py").write_text(SCRIPT)
-    return request.param, request.param(folder)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_devices_train_or_are_refused(launched, strategy):
-    launcher, out = launched
-    trained = sorted(re.findall(rf"^TRAINED {strategy} .*", out, re.M))
-    refused = dict(re.findall(rf"^REFUSED {strategy} (\d) (.*)", out, re.M))
-    if launcher is notebook and strategy != "auto":
-        assert all(line in refused["2"] for line in ("%%writefile train.py", f"!{sys.executable} train.py"))
-        del refused["2"]
-        assert trained == [f"TRAINED {strategy} step 2 rank 0 of 1"]
-    else:
-        assert trained[-2:] == [f"TRAINED {strategy} step 2 rank {rank} of 2" for rank in range(2)], out
-    if launcher in (torchrun, slurm) and strategy != "auto":
-        assert "devices and num_nodes whose product is 2" in refused.pop("1")
-    assert not refused
+@pytest.mark.parametrize(
+    ("launcher", "strategies"),
+    [
+        (script, STRATEGIES),
+        (notebook, STRATEGIES),
+        (torchrun, STRATEGIES),
+        (slurm, STRATEGIES),
+        (cli, ["fsdp2"]),
+        pytest.param(cli, ["auto", "simple_fsdp"], marks=pytest.mark.slow),
+    ],
+)
+def test_two_devices_train_or_are_refused(launcher, strategies, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    out = launcher(tmp_path, strategies)
+    for strategy in strategies:
+        trained = sorted(re.findall(rf"^TRAINED {strategy} .*", out, re.M))
+        refused = dict(re.findall(rf"^REFUSED {strategy} (\d) (.*)", out, re.M))
+        if launcher is notebook and strategy != "auto":
+            assert all(line in refused["2"] for line in ("%%writefile train.py", f"!{sys.executable} train.py"))
+            del refused["2"]
+            assert trained == [f"TRAINED {strategy} step 2 rank 0 of 1"]
+        else:
+            assert trained[-2:] == [f"TRAINED {strategy} step 2 rank {rank} of 2" for rank in range(2)], out
+        if launcher in (torchrun, slurm) and strategy != "auto":
+            assert "devices and num_nodes whose product is 2" in refused.pop("1")
+        assert not refused

@@ -166,14 +166,15 @@ def test_a_death_before_any_operation_leaves_the_newest_whole_one_as_the_last(tm
 
     with ThreadPoolExecutor(2) as pool:
         paths = [*pool.map(resumed, range(len(operations)))]
-    numbers = []
+    numbers, trainer = [], trainer_of(tmp_path, save_last="link" if before is rolling else True)
     for death, path in enumerate(paths):
-        found = last_of(trainer_of(path, save_last="link" if before is rolling else True))
+        trainer.checkpoint_callback.dirpath = str(path)
+        found = last_of(trainer)
         assert found is None or Path(found).parent == path
         numbers.append(0 if found is None else number_in(found))
         assert numbers[-1] or before is None, f"dead before {operations[death]}: {sorted(os.listdir(path))}"
         after(path, 2)
-        assert number_in(last_of(trainer_of(path))) == 2, "and the next save is the last"
+        assert number_in(last_of(trainer)) == 2, "and the next save is the last"
         claim(path).unlink()
         folder.clean(path, unchanged_s=0)
         left = {entry.name for entry in path.iterdir()}

@@ -92,13 +92,9 @@ def plan(monkeypatch):
 
 
 QUICK = (
-    "eager",
-    "eager + nothing",
     "eager + matmuls",
     "compile + matmuls",
     "fsdp2 1B ours, 2 GPUs, batch 2",
-    "fsdp2 1B ours, gradients, 2 GPUs, batch 2",
-    "1B, 2 GPUs, FSDP2, eager",
     "llama 8B",
     "8B, both kinds of offload, batch 4",
 )

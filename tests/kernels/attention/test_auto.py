@@ -19,6 +19,9 @@ GPU = CPU._replace(device="cuda", dtype=torch.bfloat16)
 MEASURED = json.loads((Path(__file__).parent / "NVIDIA_H200_held_out.json").read_text())
 H200 = next(table for table in tables() if table.device == "NVIDIA H200")
 HELD_OUT = [Row(**row) for row in MEASURED["rows"]]
+ROWS = pytest.mark.parametrize(
+    "rows", [pytest.param(H200.rows, id="table", marks=pytest.mark.slow), pytest.param(HELD_OUT, id="held_out")]
+)
 
 
 def row(seq, times, *, dim=128, kv_heads=8, batch=None, causal=True, forward=None):
@@ -92,7 +95,7 @@ def behind(measured, *, trains, replayed=False):
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "forward"])
-@pytest.mark.parametrize("rows", [H200.rows, HELD_OUT], ids=["table", "held_out"])
+@ROWS
 def test_no_measured_shape_gets_a_backend_far_behind_the_fastest(h200, rows, trains):
     assert len(rows) >= 12
     regret = {(trains, *measured[:5]): behind(measured, trains=trains) for measured in rows}
@@ -101,7 +104,7 @@ def test_no_measured_shape_gets_a_backend_far_behind_the_fastest(h200, rows, tra
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "forward"])
-@pytest.mark.parametrize("rows", [H200.rows, HELD_OUT], ids=["table", "held_out"])
+@ROWS
 def test_what_cuda_graphs_replay_has_no_host(h200, rows, trains, monkeypatch):
     monkeypatch.setattr(auto, "traces_for_cuda_graphs", lambda: True)
     regret = {tuple(measured[:5]): behind(measured, trains=trains, replayed=True) for measured in rows}
