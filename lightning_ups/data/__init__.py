@@ -1,7 +1,8 @@
-"""Datamodules: packed tokens of files, text that every machine has, and random tokens for benchmarks."""
+"""Datamodules: packed tokens of files and streams, text that every machine has, and random tokens for benchmarks."""
 
 from lightning_ups.data.packed_tokens import PackedBatch, PackedTokens
 from lightning_ups.data.random_tokens import RandomTokens
 from lightning_ups.data.stdlib_text import StdlibText
+from lightning_ups.data.streamed_tokens import StreamedTokens
 
-__all__ = ["PackedBatch", "PackedTokens", "RandomTokens", "StdlibText"]
+__all__ = ["PackedBatch", "PackedTokens", "RandomTokens", "StdlibText", "StreamedTokens"]

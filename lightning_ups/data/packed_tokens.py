@@ -221,20 +221,20 @@ class PackedTokens(LightningDataModule):
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=on_gpu,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             **options,
         )
 
 
 class PackedRows(Dataset[PackedBatch]):
-    """Rows of several token folders, of which a batch is gathered at once.
+    """Rows of several sources of tokens, of which a batch is gathered at once.
 
     Args:
-        sources: The folders.
+        sources: Token folders, or others with an array ``tokens``.
         packings: The rows of each, numbered one after another.
     """
 
-    def __init__(self, sources: Sequence[TokenFolder], packings: Sequence[Packing]) -> None:
+    def __init__(self, sources: Sequence[Any], packings: Sequence[Packing]) -> None:
         self._sources, self.sizes = sources, [len(packing) for packing in packings]
         self._packings, self._first = packings, np.cumsum([0, *self.sizes])
 
@@ -360,5 +360,6 @@ def _shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     return [min(size, max(round(float(total * share)), 1)) for size, share in zip(sizes, shares, strict=True)]
 
 
-def _as_it_is(batch: Any) -> Any:
+def as_it_is(batch: Any) -> Any:
+    """Return ``batch``, which has been collated."""
     return batch

@@ -102,7 +102,7 @@ class Encoder:
             ]
             lengths += map(len, ids)
             pieces.append(np.fromiter(itertools.chain.from_iterable(ids), dtype, sum(map(len, ids))))
-            hashes += map(text_hash, some)
+            hashes += (content_hash(text.encode()) for text in some)
         tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype)
         return tokens, np.array(lengths, np.uint32), np.frombuffer(b"".join(hashes), "<u8")
 
@@ -120,9 +120,9 @@ class Encoder:
         return type(self), (self._encoding,)
 
 
-def text_hash(text: str) -> bytes:
+def content_hash(content: bytes) -> bytes:
     """Return 8 bytes that decide whether a document is for validation; the first is the lowest."""
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return hashlib.blake2b(content, digest_size=8).digest()
 
 
 def _batched(texts: Iterable[str]) -> Iterator[list[str]]:

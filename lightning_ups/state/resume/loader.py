@@ -14,7 +14,7 @@ uninterrupted run.
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -153,16 +153,34 @@ class FollowedLoader:
         """Start the next iterator at ``position``."""
         self._pending = position
 
-    def divide(self, position: dict[str, Any], *, ranks_before: int, ranks_now: int) -> dict[str, Any] | None:
-        """Return ``position`` for another number of ranks: after as many whole batches as all ranks have consumed."""
+    def divide(
+        self, positions: Sequence[dict[str, Any]], *, ranks_before: int, ranks_now: int
+    ) -> dict[str, Any] | None:
+        """Return the position for another number of ranks: after as many whole batches as all ranks have consumed.
+
+        Args:
+            positions: Those of the ranks that saved the checkpoint.
+            ranks_before: The number of those ranks.
+            ranks_now: The number of ranks now.
+        """
+        position = positions[0]
         if self._stateful:
-            self._listener.name(f"the position of {self._name()}, whose state is that of one rank of {ranks_before}")
-            return None
+            state = self.divide_states(positions)
+            if state is None:
+                reason = f"the position of {self._name()}, whose state is that of one rank of {ranks_before}"
+                self._listener.name(reason)
+                return None
+            return {**position, "state": state, "ahead": []}
         samples = position["given"] * position["batch_size"] * ranks_before
         given = getattr(_sampler_of(self._inner), "batches_done", None)  # a sampler that has divided the rest itself
         if given is None:
             given = samples // (self.batch_size * ranks_now)
         return {**position, "given": given, "digest": None, "ahead": []}
+
+    def divide_states(self, positions: Sequence[dict[str, Any]]) -> Any:
+        """Return the state for this rank, of a loader that divides those of another number of ranks; else None."""
+        divide = getattr(self._inner, "divide", None)
+        return divide([position["state"] for position in positions]) if self._stateful and divide else None
 
     def take_up_end(self, end: dict[str, Any]) -> None:
         """Start the next epoch after ``end``."""

@@ -44,6 +44,7 @@ class Resumption:
         self._policy, self._rank, self._num_ranks = on_unreplayable, rank, num_ranks
         self._loaders: list[FollowedLoader] = []
         self._saved: dict[str, Any] | None = None
+        self._all: list[dict[str, Any]] = []  # of each rank that reads different data
         self._now: dict[str, Any] | None = None  # generators at the time of saving, until they are restored
         self._at_end = False
         self._counted = 0  # batches of this epoch before the first known one
@@ -104,13 +105,14 @@ class Resumption:
             )
         self._orders = [(loader.order, p.get("order")) for loader, p in zip(self._loaders, positions, strict=True)]
         alike = saved["num_ranks"] == self._num_ranks
+        of_all = [[*each] for each in zip(*(state["ends" if over else "loaders"] for state in self._all), strict=True)]
         if over:
-            for loader, end in zip(self._loaders, positions, strict=True):
-                loader.take_up_end(end if alike else {**end, "state": None})
+            for loader, end, ends in zip(self._loaders, positions, of_all, strict=True):
+                loader.take_up_end(end if alike else {**end, "state": loader.divide_states(ends)})
             return
         if not alike:
             ranks = {"ranks_before": saved["num_ranks"], "ranks_now": self._num_ranks}
-            positions = [loader.divide(p, **ranks) for loader, p in zip(self._loaders, positions, strict=True)]
+            positions = [loader.divide(each, **ranks) for loader, each in zip(self._loaders, of_all, strict=True)]
         for loader, position in zip(self._loaders, positions, strict=True):
             if position is not None:
                 loader.take_up(position)
@@ -211,6 +213,7 @@ class Resumption:
             process: The index of this process.
         """
         own = states[process] if process < len(states) else None
+        self._all = [state for _, state in sorted({state["rank"]: state for state in states}.items())]
         if states[0]["num_ranks"] != self._num_ranks:
             self._saved = states[0]
         elif own is not None and own["rank"] == self._rank:

@@ -1,0 +1,189 @@
+"""Packed documents of streams, tokenized as they are read, as training data for language models."""
+
+import zlib
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_ups._compat.optional.tokenizers import Encoder, load_encoding
+from lightning_ups.data.packed_tokens import PackedBatch, PackedRows, as_it_is
+from lightning_ups.data.streaming import Recipe, StreamLoader, held_out_documents, open_source
+from lightning_ups.data.streaming.lanes import pool
+
+
+class StreamedTokens(LightningDataModule):
+    """Documents of Hugging Face ``datasets`` or ``litdata``, tokenized and packed while training reads them.
+
+    A batch is a `PackedBatch`, as of `PackedTokens`: documents are concatenated and cut into rows without padding, and
+    attention with its ``documents`` sees only tokens of the same document.
+
+    A stream has no end: after its last document it begins again, in another order. Train with ``max_steps``, or with
+    ``limit_train_batches`` as the length of an epoch; the next epoch continues where the last one ended.
+
+    Resuming is exact with `FSDP2Strategy` or `ExactResume`. On another number of ranks, the streams of all workers are
+    divided anew, and no document is repeated or left out.
+
+    Args:
+        sources: A source, a list of sources that are read as one, or sources with their shares of the tokens:
+            ``{"web/*.parquet": 0.7, "code/*.jsonl": 0.3}``. A source is a file, a folder, a pattern, an address
+            (``s3://...``), a folder of ``save_to_disk`` or ``litdata.optimize``, a name on the Hugging Face Hub with or
+            without ``:config``, a dataset, or a list of texts.
+        tokenizer: ``bytes``, a ``tokenizer.json``, a folder with one, or a name on the Hub.
+        seq_len: Predictions in a row.
+        batch_size: Rows in a batch on each device.
+        field: The field with the text.
+        shuffle: Documents that each worker reads at a time and shuffles. 0: the order of the source.
+        val_fraction: The share of documents that is for validation, chosen by the hash of a document's text: the same
+            ones as in `PackedTokens`.
+        val_rows: Rows of validation on all devices together, from the beginning of the sources.
+        num_workers: Processes that read and tokenize, of each rank.
+        bos: The token that begins a document. None: what the tokenizer itself adds.
+        eos: The token that ends a document. None: the tokenizer's own.
+        seed: For the order of documents.
+
+    Raises:
+        ValueError: If an argument is out of range, or training would not end.
+        FileNotFoundError: In ``setup``, if a source or the tokenizer is missing.
+        ImportError: In ``setup``, if the package that reads a source is missing.
+
+    Example::
+
+        data = StreamedTokens("data/*.jsonl", tokenizer="bytes", seq_len=256, batch_size=8)
+        Trainer(max_steps=500).fit(GPTModule(vocab_size=257), data)
+    """
+
+    def __init__(
+        self,
+        sources: str | list[Any] | dict[str, float],
+        *,
+        tokenizer: str,
+        seq_len: int,
+        batch_size: int,
+        field: str = "text",
+        shuffle: int = 1000,
+        val_fraction: float = 0.005,
+        val_rows: int = 256,
+        num_workers: int = 2,
+        bos: str | None = None,
+        eos: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if isinstance(sources, Mapping):
+            self.sources, weights = [[source] for source in sources], [*sources.values()]
+        else:
+            self.sources, weights = [[sources] if isinstance(sources, str | Path) else [*sources]], [1.0]
+        if not weights or not all(self.sources) or any(not weight > 0 for weight in weights):
+            raise ValueError(f"StreamedTokens(sources={sources!r}) needs at least one source, and weights above 0.")
+        if min(seq_len, batch_size) < 1 or shuffle < 0 or not 0 <= val_fraction < 1 or val_rows < 1:
+            raise ValueError(
+                f"StreamedTokens(seq_len={seq_len}, batch_size={batch_size}, shuffle={shuffle},"
+                f" val_fraction={val_fraction}, val_rows={val_rows}) needs at least one token and row, no negative"
+                " number, and a val_fraction from 0 to below 1."
+            )
+        self.weights = [float(weight) / sum(weights) for weight in weights]
+        self.tokenizer, self.field, self.bos, self.eos = tokenizer, field, bos, eos
+        self.seq_len, self.batch_size, self.shuffle, self.seed = int(seq_len), int(batch_size), int(shuffle), int(seed)
+        self.val_fraction, self.val_rows, self.num_workers = val_fraction, int(val_rows), num_workers
+        self._recipe: Recipe | None = None
+
+    @override
+    def setup(self, stage: str) -> None:
+        if self._recipe is not None:
+            return
+        self._encoding = load_encoding(self.tokenizer, bos=self.bos, eos=self.eos)
+        self._recipe = Recipe(
+            sources=[[open_source(each) for each in several] for several in self.sources],
+            weights=self.weights,
+            field=self.field,
+            encoder=Encoder(self._encoding),
+            seq_len=self.seq_len,
+            batch_size=self.batch_size,
+            block=self.shuffle,
+            held_out=self.val_fraction,
+            seed=self.seed,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are below this number."""
+        if self._recipe is None:
+            return load_encoding(self.tokenizer, bos=self.bos, eos=self.eos).vocab_size
+        return self._encoding.vocab_size
+
+    @override
+    def train_dataloader(self) -> StreamLoader:
+        assert self._recipe is not None
+        trainer = self.trainer
+        if (
+            trainer is not None
+            and (trainer.max_epochs or -1) > 0
+            and trainer.max_steps == -1
+            and trainer.limit_train_batches == 1.0
+        ):
+            raise ValueError(
+                f"StreamedTokens has no end, so the first of {trainer.max_epochs} epochs would last forever. Use"
+                " Trainer(max_steps=...), or limit_train_batches=... as the length of an epoch."
+            )
+        kwargs = getattr(trainer and trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        return StreamLoader(
+            self._recipe,
+            rank=kwargs.get("rank", 0),
+            num_ranks=kwargs.get("num_replicas", 1),
+            num_workers=self.num_workers,
+            checksum=self._checksum,
+            pin_memory=self._on_gpu,
+        )
+
+    @override
+    def val_dataloader(self) -> DataLoader[PackedBatch] | list[Any]:
+        if not self.val_fraction:
+            return []
+        return DataLoader(self._val_rows, batch_size=self.batch_size, collate_fn=as_it_is, pin_memory=self._on_gpu)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of ``text``, with what begins a document."""
+        assert self._recipe is not None
+        tokenizer = self._recipe.encoder.tokenizer
+        return [*self._encoding.begin, *tokenizer.encode(text, add_special_tokens=False).ids]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of ``tokens``."""
+        assert self._recipe is not None
+        return self._recipe.encoder.tokenizer.decode([*tokens], skip_special_tokens=False)
+
+    @cached_property
+    def _val_rows(self) -> PackedRows:
+        """The first held-out documents of each source, in the shares of training."""
+        assert self._recipe is not None
+        recipe = self._recipe
+        documents = []
+        for datasets, weight in zip(recipe.sources, recipe.weights, strict=True):
+            left = self.val_rows * self.seq_len * weight
+            for document in held_out_documents(pool(datasets, lanes=1, field=self.field), self.val_fraction):
+                documents.append(recipe.encode(document))
+                left -= len(documents[-1]) - 1
+                if left <= 0:
+                    break
+        if not any(len(document) > 1 for document in documents):
+            raise ValueError(
+                f"StreamedTokens(val_fraction={self.val_fraction}) finds no document for validation. Use a larger"
+                " val_fraction, or 0 for no validation."
+            )
+        return recipe.rows(documents)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+
+    @property
+    def _checksum(self) -> int:
+        assert self._recipe is not None
+        names = [[each if isinstance(each, str) else type(each).__name__ for each in some] for some in self.sources]
+        settings = (names, self.field, self._encoding.digest, self.val_fraction, self.shuffle, self.seed)
+        return zlib.crc32(repr(settings).encode())
