@@ -67,9 +67,8 @@ def bars(rows: Sequence[Bar], *, label: str) -> str:
         middle = _ROW * index + _ROW / 2 + 4
         end = _NAME + max(1.0, row.value * scale)
         parts.append(_text(_NAME - 10, middle + 4, _shortened(row.name), anchor="end"))
-        parts.append(
-            f'<rect class="{row.color}" x="{_NAME}" y="{middle - 10:.1f}" width="{end - _NAME:.1f}" height="20" rx="2"/>'
-        )
+        place = f'x="{_NAME}" y="{middle - 10:.1f}" width="{end - _NAME:.1f}" height="20" rx="2"'
+        parts.append(f'<rect class="{row.color}" {place}/>')
         right = end
         if row.interval is not None:
             low, right = (_NAME + max(0.0, value) * scale for value in row.interval)
