@@ -37,6 +37,7 @@ TOOLS = {
     "recipes": _Tool("list complete configurations to start from, or print one", "commands.starting.recipes"),
     "init": _Tool("copy a recipe to a file of your own", "commands.starting.init"),
     "doctor": _Tool("show the hardware, the installed packages, and what can run here", "commands.doctor"),
+    "migrate": _Tool("convert settings of DeepSpeed, Accelerate or FSDP to YAML", "commands.starting.migrate"),
     "plan": _Tool("predict the memory of a configuration without a GPU, and what to change", "commands.plan"),
     "verify": _Tool("check that a configuration trains as the plain model does", "commands.verify"),
     "advise": _Tool("measure which layers would be faster in float8, and by how much", "commands.advise"),
@@ -50,7 +51,7 @@ TOOLS = {
     "inspect": _Tool("show what a folder of tokens has, and how well it packs", "commands.inspect"),
 }
 _INTERNAL = {"measured_fit": _Tool("", "commands.measured_fit")}  # what other commands run
-_WITHOUT_RUN = ("presets", "recipes", "init", "doctor", "export", "compare", "gate", "tokenize", "inspect")
+_WITHOUT_RUN = ("presets", "recipes", "init", "migrate", "doctor", "export", "compare", "gate", "tokenize", "inspect")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
