@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -57,6 +58,7 @@ def compiled(
     advice: str = "",
     only_loss: Container[str] = (),
     in_step: Callable[[], bool] = lambda: True,
+    losses: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> Iterator["Compiled"]:
     """Compile the forward of ``blocks``, modules by name, while the context is open; equal ones share their graphs.
 
@@ -86,6 +88,7 @@ def compiled(
         only_loss: The blocks of whose outputs, in a training step, nothing but the loss is used. Compiled they return
             nothing else, so that neither the logits nor gradients of zero for them take memory.
         in_step: Returns whether a training step runs.
+        losses: Modules outside of ``blocks`` that compute losses. Each is one graph, or runs as it is.
 
     Raises:
         RuntimeError: At a call, if a block does not compile and ``on_failure`` is ``"raise"``.
@@ -97,13 +100,13 @@ def compiled(
     run.only_losses = all(map(is_loss, blocks.values()))
     run.recomputed = {name for name, block in blocks.items() if is_recomputed(block)}
     run.parts_of, run.clock, run.note, run.advice = parts_of, clock, note, advice
-    run.only_loss, run.in_step = only_loss, in_step
+    run.only_loss, run.in_step, run.losses = only_loss, in_step, {*losses}
     with ExitStack() as undo:
         run.undo = undo
         undo.enter_context(dynamo.telling_guards_first())
         undo.enter_context(dynamo.comparing_forwards_by_function())
         undo.enter_context(dynamo.guarding_each_parameter())
-        run.replace({name: module for name, module in blocks.items() if module not in inside})
+        run.replace({name: module for name, module in blocks.items() if module not in inside} | {**losses})
         yield run
 
 
@@ -179,6 +182,7 @@ class Compiled:
         self.advice = ""
         self.only_loss: Container[str] = ()
         self.in_step: Callable[[], bool] = lambda: True
+        self.losses: set[str] = set()
         self.undo = ExitStack()
         self._replaced: dict[str, tuple[nn.Module, Callable[..., Any], ExitStack]] = {}
         self._any_ran = False
@@ -292,7 +296,14 @@ class Compiled:
             self.replace(parts)
         instead = f"the {len(parts)} blocks within it are compiled instead" if parts else "the rest stays compiled"
         advice = self.advice if phase == "training" else ""
-        self.tell(f"Compile: {group} runs uncompiled in {phase}, and {instead}: {why.rstrip('.')}.{advice}")
+        self.tell_of(group, f"{group} runs uncompiled in {phase}, and {instead}: {why.rstrip('.')}.{advice}")
+
+    def tell_of(self, group: Group, text: str) -> None:
+        """Let the user know of ``group``: by a line if it is a loss, which nobody asked to compile."""
+        if self.losses.issuperset(group.blocks):
+            self.note(text)
+        else:
+            self.tell(f"Compile: {text}")
 
     @property
     def measures(self) -> bool:
@@ -391,9 +402,9 @@ class Compiled:
         """Called when a training step begins. Blocks that ran earlier, as in an evaluation, do not count."""
         self._any_ran = False
 
-    def note_run(self, module: nn.Module) -> None:
+    def note_run(self, *, is_loss: bool) -> None:
         """Record that a block runs. A loss does not count, unless only losses are compiled."""
-        self._any_ran = self._any_ran or self.only_losses or not is_loss(module)
+        self._any_ran = self._any_ran or self.only_losses or not is_loss
 
     def check_ran(self) -> None:
         """Raise if no block has run since the step began.
@@ -439,7 +450,11 @@ class Compiled:
         return True
 
     def _is_of_losses(self, group: Group) -> bool:
-        return any(is_loss(self._replaced[name][0]) for name in group.blocks if name in self._replaced)
+        return any(self.is_loss(name, self._replaced[name][0]) for name in group.blocks if name in self._replaced)
+
+    def is_loss(self, name: str, module: nn.Module) -> bool:
+        """Return whether the block ``name`` computes a loss."""
+        return name in self.losses or is_loss(module)
 
     def replace(self, blocks: Mapping[str, nn.Module]) -> None:
         """Compile the forwards of ``blocks``, as far as they can be replaced."""
@@ -462,6 +477,8 @@ class Compiled:
         """Return the frame of blocks equal to ``block``, or one of its own."""
         # A loss is one operator with one number as its result, which says nothing of the logits that it reads.
         compiler = replace(self.compiler, leaves_small=False) if is_loss(module) else self.compiler
+        if block.name in self.losses:
+            compiler = replace(compiler, fullgraph=True)
         inner = only_loss(block.inner) if block.returns_loss and phase != "evaluation" else block.inner
         return frame_of(inner, module, compiler, name=block.name, alone=alone, phase=phase)
 
@@ -476,7 +493,8 @@ class Compiled:
 class _Block:
     def __init__(self, name: str, module: nn.Module, inner: Forward, *, run: Compiled) -> None:
         self.name, self.inner, self._run = name, inner, run
-        self._replay = None if is_loss(module) else run.replay  # its logits would be copied into a graph's memory
+        self.is_loss = run.is_loss(name, module)
+        self._replay = None if self.is_loss else run.replay  # its logits would be copied into a graph's memory
         self.returns_loss = name in run.only_loss
         self.frames = {phase: run.frame_of(self, module, phase) for phase in get_args(Phase)}
         self.group = run.join(self, module)
@@ -561,7 +579,7 @@ class _Block:
         if phase not in self.group.ran:
             self.group.ran.add(phase)
             self._run.tell_news()
-        self._run.note_run(module)
+        self._run.note_run(is_loss=self.is_loss)
         if dynamo.compiled_since(start):
             self._learn(module, frame, phase, start)
         if failure is not None:
@@ -583,7 +601,7 @@ class _Block:
         return self._apart
 
     def _kept(self, module: nn.Module, outputs: Any) -> Any:
-        limit = COPIED_BYTES if is_loss(module) else self._run.copied_bytes
+        limit = COPIED_BYTES if self.is_loss else self._run.copied_bytes
         if limit and "outputs" not in self.group.told and torch.is_grad_enabled() and size(outputs) > limit:
             self.group.told.add("outputs")
             self._run.tell(
@@ -597,14 +615,16 @@ class _Block:
         self._run.tell_news()
         kind = (torch.is_inference_mode_enabled(), module.training)
         frame.learn(start, asker=self.name, kind=kind)
+        recompiles = self.group.recompiles(frame)
+        if self.name in self._run.losses:
+            if len(recompiles) > self._run.max_recompiles:
+                self._run.leave_uncompiled(
+                    self.group, "training", f"each call fails a guard, the last one {recompiles[-1]}"
+                )
+            return
         what = str(self.group) if phase == "training" else f"{self.group} in evaluation"
-        for topic, text in worth_telling(
-            what,
-            frame,
-            self.group.recompiles(frame),
-            max_recompiles=self._run.max_recompiles,
-            compiler=self._run.compiler,
-        ):
+        limit, compiler = self._run.max_recompiles, self._run.compiler
+        for topic, text in worth_telling(what, frame, recompiles, max_recompiles=limit, compiler=compiler):
             if (phase, topic) not in self.group.told:
                 self.group.told.add((phase, topic))
                 self._run.tell(text)
