@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -121,6 +121,11 @@ class TunedDDPStrategy(DDPStrategy):
         self._ddp_kwargs["bucket_cap_mb"] = self._bucket_size()
         super().configure_ddp()
         self._register_hook()
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        # On the stream of training. Lightning 2.6.6 uses another one, for which each gradient would wait in backward.
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def _bucket_size(self) -> float | None:
         assert self.model is not None
