@@ -147,11 +147,12 @@ PURPOSES = (
         },
     ),
     Purpose(
-        "see how a Hugging Face model initializes itself on the meta device",
+        "see how a Hugging Face model initializes itself on the meta device, and read its weights one by one",
         feature="configure_model",
         test="test_a_model_initialises_itself_on_meta_only_while_asked",
         patches={
             "transformers.modeling_utils:PreTrainedModel.init_weights": _PATCH,
+            "transformers.modeling_utils:safe_open": _PATCH,
         },
     ),
     Purpose(

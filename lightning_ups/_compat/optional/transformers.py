@@ -1,14 +1,31 @@
-"""Prepares models of Hugging Face's transformers for Dynamo."""
+"""Prepares models of Hugging Face's transformers for Dynamo, and reads their weights one by one."""
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from lightning_ups._compat.optional.packages import require
+from lightning_ups._compat.patches import applied
+from lightning_ups._compat.torch.fsdp.recording import open_recordings
+from lightning_ups._compat.torch.tensors.custom_ops import define_operator
 
 _OUTPUTS, _INSTALL = "transformers.utils.output_capturing", "maybe_install_capturing_hooks"
+_ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 _INSTALLED = "_output_capturing_hooks_installed"
+
+
+def imported() -> Any:
+    """Return the package, in a version with the interfaces that `HFCausalLM` uses.
+
+    Raises:
+        ModuleNotFoundError: If it is missing or older.
+    """
+    return require("transformers", requirement="transformers>=5", extra="hf", feature="HFCausalLM")
 
 
 @contextmanager
@@ -51,3 +68,62 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
 def is_output_hook(hook: object) -> bool:
     """Return whether ``hook`` only collects outputs of a layer for transformers."""
     return getattr(hook, "__module__", None) == _OUTPUTS
+
+
+def read_on_meta(load: Callable[..., Any], path: str, **options: Any) -> Any:
+    """Return what ``load``, a ``from_pretrained``, returns, with its weights on the meta device.
+
+    They are results of an operator that reads a file. A `Recording` sees it, and what is done to its results, and
+    repeats both later, tensor by tensor.
+    """
+    marks = [(record, len(record.operations)) for record in open_recordings()]
+    before = os.environ.get(_ONE_THREAD, "0")
+    os.environ[_ONE_THREAD] = "1"  # what other threads do is not recorded
+    try:
+        with applied("transformers.modeling_utils:safe_open", _opened_on_meta):
+            model = load(path, **options, device_map={"": "meta"}, use_safetensors=True)
+    finally:
+        os.environ[_ONE_THREAD] = before
+    for record, mark in marks:
+        record.drop_unused(model, since=mark)  # random values that those of the file have replaced
+    return model
+
+
+def _opened_on_meta(stock: Callable[..., Any]) -> Callable[..., Any]:
+    class OnMeta:
+        """An open file, whose tensors are on the meta device."""
+
+        def __init__(self, file: Any, **options: Any) -> None:
+            self._name, self._file = str(file), stock(file, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def __enter__(self) -> "OnMeta":
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self._file.__exit__(*error)
+
+        def get_slice(self, name: str) -> Tensor:
+            part = self._file.get_slice(name)
+            shape = part.get_shape()
+            with torch.device("cpu"):
+                few = part[:0] if shape else self._file.get_tensor(name)
+            return _from_file(torch.empty(0, dtype=few.dtype, device="meta"), self._name, name, shape)
+
+    return OnMeta
+
+
+def _from_safetensors(like: Tensor, file: str, name: str, shape: list[int]) -> Tensor:  # noqa: ARG001
+    package: Any = require("safetensors", requirement="safetensors>=0.4.3", extra="hf", feature="HFCausalLM")
+    with package.safe_open(file, "pt") as opened:
+        return opened.get_tensor(name).to(like.device)
+
+
+def _of_shape(like: Tensor, file: str, name: str, shape: list[int]) -> Tensor:  # noqa: ARG001
+    return like.new_empty(shape)
+
+
+_from_file = define_operator(_from_safetensors, name="from_safetensors", fake=_of_shape)

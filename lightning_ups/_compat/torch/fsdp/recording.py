@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_ups._compat.patches import applied
@@ -109,6 +109,17 @@ class Recording:
         """Return whether any operation was recorded on the memory of ``place``."""
         return place.memory in self.constants or any(place.memory in o.touched for o in self.operations)
 
+    def drop_unused(self, model: nn.Module, *, since: int) -> None:
+        """Forget operations from number ``since`` on that no tensor of ``model`` comes from."""
+        places = (*self.places(model).values(), *(loose.place for loose in self.loose(model).values()))
+        needed = {place.memory for place in places}
+        kept = []
+        for operation in reversed(self.operations[since:]):
+            if needed & operation.touched or operation.function is torch.set_rng_state:
+                needed |= operation.touched
+                kept.append(operation)
+        self.operations[since:] = reversed(kept)
+
 
 @contextmanager
 def recording(*, made_here: bool = True) -> Iterator[Recording]:
@@ -121,6 +132,11 @@ def recording(*, made_here: bool = True) -> Iterator[Recording]:
             yield record
     finally:
         hugging_face.end()
+
+
+def open_recordings() -> list[Recording]:
+    """Return the recordings whose context is open."""
+    return [mode.record for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Operations)]
 
 
 def record_resets(model: nn.Module) -> tuple[Recording, list[str]]:
@@ -272,7 +288,7 @@ class _Above(TorchFunctionMode):
 class _Operations(TorchDispatchMode):
     def __init__(self, record: Recording) -> None:
         super().__init__()
-        self._record = record
+        self.record = record
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -290,14 +306,14 @@ class _Operations(TorchDispatchMode):
         mutates = func._schema.is_mutable
         if not made and not mutates:
             return  # a view: operations on it are recorded by memory and place
-        self._record.note_seed()
-        self._record.alive += [*read, *results]
+        self.record.note_seed()
+        self.record.alive += [*read, *results]
         name = func._schema.name.partition("::")[2]
         overwrites = None
         if mutates and name in _OVERWRITE and _covers(args[0]):
             others = {_memory(t) for t in _tensors((args[1:], kwargs)) if t.is_meta}
             overwrites = _memory(args[0]) if _memory(args[0]) not in others else None
-        self._record.operations.append(
+        self.record.operations.append(
             _Operation(
                 None if name in _EMPTY else func,
                 tree_map(_place_of_meta, args),

@@ -1,0 +1,89 @@
+"""Models of Hugging Face's transformers: built from a config, or read tensor by tensor into what shards hold."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ups._compat.optional.packages import require
+from lightning_ups._compat.optional.transformers import imported, read_on_meta
+from lightning_ups.transforms.patching import instead_of
+
+
+def from_config(config: str | Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Return a causal language model with random weights.
+
+    Args:
+        config: A folder, a name on the Hub, or the content of a ``config.json``.
+        options: Of ``AutoModelForCausalLM.from_config``.
+    """
+    auto = imported()
+    if isinstance(config, Mapping):
+        found = auto.AutoConfig.for_model(**config)
+    else:
+        found = auto.AutoConfig.from_pretrained(config)
+    return auto.AutoModelForCausalLM.from_config(found, **options)
+
+
+def from_pretrained(path: str, options: Mapping[str, Any], *, on_meta: bool) -> Any:
+    """Return a causal language model with its trained weights.
+
+    Args:
+        path: A folder, or a name on the Hub.
+        options: Of ``AutoModelForCausalLM.from_pretrained``.
+        on_meta: Leave the weights on the meta device. What reads them later is recorded, as what a constructor draws.
+    """
+    load = imported().AutoModelForCausalLM.from_pretrained
+    return read_on_meta(load, path, **options) if on_meta else load(path, **options)
+
+
+def with_adapters(model: Any, lora: Mapping[str, Any]) -> Any:
+    """Return ``model`` as PEFT's model with new adapters, by the arguments of ``LoraConfig``."""
+    peft = require("peft", requirement="peft>=0.14", extra="hf", feature="HFCausalLM(lora=...)")
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+
+
+def has_plain_head(model: Any) -> bool:
+    """Return whether the logits of ``model`` are the product of its last hidden states and its head's weight.
+
+    The model runs with a stand-in for its layers, to see whether anything else is done to hidden states or logits.
+    """
+    head, layers = model.get_output_embeddings(), model.base_model
+    seen: list[tuple[Any, Any]] = []
+    balanced = getattr(model.config.get_text_config(), "output_router_logits", False)  # by a loss that the model adds
+    if type(head) is not nn.Linear or head.bias is not None or layers is model or balanced:
+        return False
+    hidden = head.weight.new_empty(1, 1, head.in_features)
+    tokens = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
+    with instead_of(layers, "forward", lambda *_, **__: _OnlyHidden(hidden)), torch.no_grad(), _watched(head, seen):
+        try:
+            logits = model(input_ids=tokens).logits
+        except Exception:  # noqa: BLE001 (a forward that wants more than this is not plain)
+            return False
+    ((given, made),) = seen
+    same = given.untyped_storage()._cdata == hidden.untyped_storage()._cdata and made is logits
+    return same and not hidden._version and not logits._version
+
+
+class _OnlyHidden:
+    """The output of layers, of any kind, without anything but hidden states."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, place: int) -> Tensor:
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@contextmanager
+def _watched(head: nn.Module, seen: list[tuple[Any, Any]]) -> Iterator[None]:
+    handle = head.register_forward_hook(lambda _, given, made: seen.append((given[0], made)))
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,96 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_ups.models import HFCausalLM
+from lightning_ups.models.hf_loading import from_config, has_plain_head
+from tests.hf_models import MORE, config, pretrained
+from tests.strategies.cases import two_ranks
+from tests.toys import trainer
+
+pytest.importorskip("transformers", minversion="5")
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain"),
+    [(kind, kind not in ("cohere", "gemma2", "gptj", "granite", "llama4_text", "mixtral")) for kind in MORE],
+)
+def test_what_is_done_to_logits_is_seen(kind, plain):
+    model = from_config(config(kind), {})
+    assert has_plain_head(model) is plain
+    assert "forward" not in vars(model.base_model)
+
+
+class Fitted(HFCausalLM):
+    """Keeps what it had when training began."""
+
+    def on_train_start(self):
+        tensors = self.state_dict()
+        self.first = {name: getattr(p, "full_tensor", lambda p=p: p)().clone() for name, p in tensors.items()}
+
+
+def fit(path, module, **options):
+    tokens = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(0))
+    loader = torch.utils.data.DataLoader([{"input_ids": row} for row in tokens], batch_size=2)
+    options = {"max_steps": 2, "accumulate_grad_batches": 1, "use_distributed_sampler": True, **options}
+    run = trainer(path, **options)
+    run.fit(module, loader, loader)
+    return run
+
+
+def sharded(path, module, **options):
+    from lightning_ups.strategies import FSDP2Strategy
+
+    return fit(path, module, strategy=FSDP2Strategy(), devices=2, **options)
+
+
+@two_ranks
+def weights_are_those_of_a_whole_model(path, folder, lora):
+    torch.manual_seed(0)
+    whole, parts = (Fitted(pretrained=folder, lora=lora) for _ in range(2))
+    whole.configure_model()
+    expected = whole.state_dict()
+    torch.manual_seed(0)
+    sharded(path, parts)
+    assert parts.first.keys() == expected.keys()
+    assert [name for name, p in expected.items() if not torch.equal(parts.first[name], p)] == []
+    assert any("lora" in name for name in expected) is (lora is not None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        ("llama", None),
+        ("gpt2", None),
+        ("mixtral", None),  # transformers stacks experts as it reads them
+        ("llama", {"r": 4}),
+        ("llama", {"r": 4, "use_dora": True, "target_modules": "all-linear"}),
+    ],
+)
+def test_weights_are_read_into_shards(ranks, tmp_path, kind, lora):
+    folder = pretrained(tmp_path / "model", kind, tie_word_embeddings=kind == "llama")
+    weights_are_those_of_a_whole_model(ranks, path=tmp_path, folder=folder, lora=lora)
+
+
+@two_ranks
+def no_rank_holds_all(path, folder):
+    module = HFCausalLM(pretrained=folder, schedule="constant")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        sharded(path, module, max_steps=0, limit_val_batches=0)
+    mapped, held, most = Path(folder, "model.safetensors").stat().st_size, 0, 0
+    for event in sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]" and abs(event.nbytes()) < mapped:  # not the file, which is mapped, not read
+            held += event.nbytes()
+            most = max(most, held)
+    sizes = [p.numel() * 4 for p in module.parameters()]
+    assert sum(p.to_local().numel() * 4 for p in module.parameters()) <= most
+    assert most < sum(sizes) / 2 + 2 * max(sizes)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_rank_holds_the_model(ranks, tmp_path):
+    folder = pretrained(tmp_path / "model", num_hidden_layers=8, hidden_size=64, intermediate_size=256)
+    no_rank_holds_all(ranks, path=tmp_path, folder=folder)
