@@ -1,4 +1,4 @@
-"""AdamW with weight decay for matrices only, and learning-rate schedules by optimizer step."""
+"""AdamW with weight decay for matrices only, Muon, and learning-rate schedules by optimizer step."""
 
 import math
 from collections.abc import Iterable
@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
+
+from lightning_ups.optim.muon import MuonWithAdamW
 
 Schedule = Literal["cosine", "wsd", "constant"]
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -40,9 +42,39 @@ def adamw(
         fused: Use torch's fused AdamW. None: on CPU and CUDA.
     """
     groups = decay_groups(module.parameters(), weight_decay=weight_decay)
-    if fused is None:
-        fused = all(parameter.device.type in _FUSED_DEVICES for parameter in module.parameters())
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=_can_fuse(module) if fused is None else fused)
+
+
+def muon(
+    module: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    fused: bool | None = None,
+    outer: Iterable[nn.Module] = (),
+) -> MuonWithAdamW:
+    """Return Muon over the trainable matrices of ``module``, with AdamW over its other parameters.
+
+    Args:
+        module: The module.
+        lr: The peak learning rate of both.
+        betas: Of AdamW.
+        weight_decay: As of `adamw`.
+        fused: As of `adamw`.
+        outer: Layers at the beginning and the end, whose matrices AdamW trains: Muon is for hidden layers.
+    """
+    kept = {id(parameter) for layer in outer for parameter in layer.parameters()}
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if parameter.ndim == 2 and id(parameter) not in kept]
+    chosen = {id(parameter) for parameter in matrices}
+    others = decay_groups((p for p in trainable if id(p) not in chosen), weight_decay=weight_decay)
+    fused = _can_fuse(module) if fused is None else fused
+    return MuonWithAdamW(matrices, others, lr=lr, weight_decay=weight_decay, betas=betas, fused=fused)
+
+
+def _can_fuse(module: nn.Module) -> bool:
+    return all(parameter.device.type in _FUSED_DEVICES for parameter in module.parameters())
 
 
 def scheduler(
@@ -113,9 +145,13 @@ class ScheduledAdamW(LightningModule):
     final_fraction: float
     decay_fraction: float
 
+    def make_optimizer(self) -> Optimizer:
+        """Return the optimizer without its schedule."""
+        return adamw(self, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=self.fused)
+
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = adamw(self, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=self.fused)
+        optimizer = self.make_optimizer()
         steps = scheduler(
             optimizer,
             schedule=self.schedule,

@@ -15,15 +15,17 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups.models.field_metrics import NRMSE, CorrelationTime, SpectralError, nrmse, spectral_error
 from lightning_ups.models.field_pictures import log_picture, log_video, rollout_strip, rollout_video
-from lightning_ups.models.optimizer import Schedule, ScheduledAdamW
+from lightning_ups.models.optimizer import Schedule, ScheduledAdamW, muon
 from lightning_ups.order.arguments import check_choice, check_finite, check_least
 
 Boundary = Literal["periodic", "open"]
 Size = Literal["tiny", "10M", "30M", "130M"]
+OptimizerName = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,6 +240,7 @@ class PDEModule(ScheduledAdamW):
         high_frequency_weight: Of the error beyond the wavenumber ``high_frequency``, added to the loss.
         high_frequency: Waves along an axis.
         correlation: The least correlation, for ``val_correlation_steps``.
+        optimizer: ``adamw``, or ``muon``: torch's Muon for the matrices of hidden layers and AdamW for the rest.
         lr: The peak learning rate.
         betas: Decay of AdamW's averages.
         weight_decay: Of matrices; vectors do not decay.
@@ -271,6 +274,7 @@ class PDEModule(ScheduledAdamW):
         high_frequency_weight: float = 0.0,
         high_frequency: float = 12,
         correlation: float = 0.8,
+        optimizer: OptimizerName = "adamw",
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.02,
@@ -285,6 +289,8 @@ class PDEModule(ScheduledAdamW):
         check_choice("size", size, tuple(SIZES), of="PDEModule", why="It names a shape of the model.")
         why = "It is how the learning rate decays after the warm-up."
         check_choice("schedule", schedule, get_args(Schedule), of="PDEModule", why=why)
+        why = "It trains the matrices of hidden layers."
+        check_choice("optimizer", optimizer, get_args(OptimizerName), of="PDEModule", why=why)
         check_finite("high_frequency_weight", high_frequency_weight, of="PDEModule", why="It is added to the loss.")
         given: dict[str, Any] = {"patch": patch, "window": window}
         given = {name: value for name, value in given.items() if value is not None}
@@ -294,6 +300,7 @@ class PDEModule(ScheduledAdamW):
         # Built here, not in `configure_model`: EMAWeightAveraging copies the module before that.
         self.model = PDETransformer(self.config)
         self.detach, self.high_frequency_weight, self.high_frequency = detach, high_frequency_weight, high_frequency
+        self.optimizer_name: OptimizerName = optimizer
         self.lr, self.betas, self.weight_decay, self.fused = lr, betas, weight_decay, fused
         self.schedule: Schedule = schedule
         self.warmup_steps, self.final_fraction, self.decay_fraction = warmup_steps, final_fraction, decay_fraction
@@ -302,6 +309,13 @@ class PDEModule(ScheduledAdamW):
         self.val_correlation_steps = CorrelationTime(threshold=correlation)
         self.val_bands = SpectralError()
         self._shown: tuple[Tensor, Tensor] | None = None
+
+    @override
+    def make_optimizer(self) -> Optimizer:
+        if self.optimizer_name == "adamw":
+            return super().make_optimizer()
+        outer = (self.model.embed, self.model.head)
+        return muon(self, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=self.fused, outer=outer)
 
     @override
     def on_fit_start(self) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ups.models.optimizer import adamw, factor, scheduler
+from lightning_ups.models.optimizer import adamw, factor, muon, scheduler
 
 
 class Tied(nn.Module):
@@ -31,6 +31,19 @@ def test_fused_on_cpu_and_left_to_torch_elsewhere():
     assert adamw(Tied(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.5).defaults["fused"] is True
     assert adamw(Tied().to("meta"), lr=0.1, betas=(0.9, 0.95), weight_decay=0.5).defaults["fused"] is False
     assert adamw(Tied(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.5, fused=False).defaults["fused"] is False
+
+
+def test_muon_trains_the_matrices_of_hidden_layers():
+    model = Tied()
+    optimizer = muon(model, lr=0.1, betas=(0.9, 0.95), weight_decay=0.5)
+    (matrices, vectors) = optimizer.param_groups
+    assert [*map(id, matrices["params"])] == [id(model.a.weight)]
+    assert [*map(id, vectors["params"])] == [id(model.a.bias), id(model.norm.weight)]
+    assert (matrices["weight_decay"], vectors["weight_decay"], vectors["fused"]) == (0.5, 0.0, True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Conv1d(4, 4, 3))
+    optimizer = muon(model, lr=0.1, betas=(0.9, 0.95), weight_decay=0.5, outer=[model[0]])
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2, 3]
+    assert optimizer.param_groups[0]["params"] == [model[1].weight]
 
 
 RULE = {"warmup_steps": 4, "total_steps": 20, "final_fraction": 0.1, "decay_fraction": 0.25}

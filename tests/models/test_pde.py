@@ -7,11 +7,13 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile, ExactResume
 from lightning_ups.data.fields import GeneratedFields
 from lightning_ups.models.pde import SIZES, PDEConfig, PDEModule, PDETransformer
 from lightning_ups.precision import BF16Precision
+from lightning_ups.strategies import FSDP2Strategy
 
 SMALL = PDEConfig(dim=16, depths=(2, 2), head_dim=8, condition_dim=16, patch=2, window=4)
 
@@ -155,6 +157,14 @@ class TestModule:
         assert losses(tmp_path, ActivationCheckpoint(save="nothing")) == plain
         assert losses(tmp_path, Compile(backend="aot_eager")) == pytest.approx(plain, rel=1e-5)
 
+    def test_muon_trains_with_callbacks_and_in_bfloat16(self, tmp_path):
+        plain = losses(tmp_path, optimizer="muon")
+        assert plain[1:] != losses(tmp_path)[1:]
+        assert losses(tmp_path, ActivationCheckpoint(save="nothing"), optimizer="muon") == plain
+        assert losses(tmp_path, Compile(backend="aot_eager"), optimizer="muon") == pytest.approx(plain, rel=1e-5)
+        for precision in (BF16Precision(), BF16Precision(weights="masters")):
+            assert losses(tmp_path, plugins=[precision], optimizer="muon") == pytest.approx(plain, rel=0.02)
+
     def test_in_bfloat16_the_losses_are_close(self, tmp_path):
         """Spectra are computed in float32: FFTs have no bfloat16."""
         options = {"high_frequency_weight": 0.5, "high_frequency": 3}
@@ -198,10 +208,11 @@ class TestModule:
         assert not torch.equal(seen[-1], trained[-1])
         torch.testing.assert_close(seen[-1], (trained[0] + trained[1]) / 2)
 
-    def test_a_resumed_run_is_the_same_bit_for_bit(self, tmp_path):
+    @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+    def test_a_resumed_run_is_the_same_bit_for_bit(self, tmp_path, optimizer):
         def run(steps, *, ckpt_path=None):
             seed_everything(0 if ckpt_path is None else 1, verbose=False)
-            module, saving = PDEModule(conditions=1, warmup_steps=2, schedule="constant"), []
+            module, saving = PDEModule(conditions=1, warmup_steps=2, schedule="constant", optimizer=optimizer), []
             if ckpt_path is None:
                 saving = [ModelCheckpoint(tmp_path / "c", filename="{step}", every_n_train_steps=3, save_top_k=-1)]
             callbacks = [ExactResume(), EMAWeightAveraging(decay=0.9), *saving]
@@ -214,6 +225,28 @@ class TestModule:
         straight = run(8)  # more than an epoch of five batches
         resumed = run(8, ckpt_path=tmp_path / "c" / "step=3.ckpt")
         assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
+
+
+def muon_on_ranks(path):
+    def run(way, steps, **options):
+        seed_everything(0, verbose=False)
+        module = PDEModule(conditions=1, warmup_steps=0, schedule="constant", lr=1e-2, optimizer="muon")
+        start = module.model.middle[0].mlp[0].weight.detach().clone()
+        made = trainer(path, max_steps=steps, limit_val_batches=0, strategy=way, devices=2)
+        made.fit(module, data(path, trajectories=8), **options)
+        made.save_checkpoint(path / "last")
+        found = module.model.middle[0].mlp[0].weight.detach()
+        return (found.full_tensor() if isinstance(found, DTensor) else found) - start
+
+    found = run("ddp", 4), run(FSDP2Strategy(), 4)
+    run(FSDP2Strategy(), 5, ckpt_path=path / "last")
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_muon_steps_shards_as_whole_matrices(ranks, tmp_path):
+    replicated, sharded = ranks(muon_on_ranks, tmp_path)
+    assert (sharded - replicated).norm() < 0.2 * replicated.norm()  # Muon multiplies in bfloat16
 
 
 def on_ranks(path):
