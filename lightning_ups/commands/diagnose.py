@@ -233,8 +233,15 @@ class _Diagnosis:
         for other in found[1:]:
             print_(f"Also: {other.sentence}.")
         if found:
-            gain = f", tried once: {self.gain:.2f} times the speed" if self.gain is not None else ""
-            print_(f"\nFix for {found[0].name}{gain}:\n\n{found[0].fix.text}\n")
+            print_(f"\nFix for {found[0].name} ({self._gain_as_text(found[0])}):\n\n{found[0].fix.text}\n")
+
+    def _gain_as_text(self, first: Finding) -> str:
+        if self.gain is not None:
+            return f"tried once: {self.gain:.2f} times the mean speed of the runs without it"
+        tried = self.trials.get(f"fix: {first.name}")
+        if isinstance(tried, str):
+            return f"gain not measured: {tried}"
+        return "not tried" if tried is None else "gain not known: the run without it was not measured again"
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything for ``--json``."""
@@ -295,7 +302,8 @@ def _evidence(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if f["slowest_s"]:
         own = f"rank {f['slowest_rank']}: {_seconds(f['slowest_s'])}, others {_seconds(f['others_s'])}"
         yield "own work of a step", own
-    yield "compiled after warm-up", f"{int(f['compilations'])} times, {f['compile_share']:.0%} of the time"
+    if f["compilations"]:
+        yield "compiled after warm-up", f"{int(f['compilations'])} times, {f['compile_share']:.0%} of the time"
     if f.on_gpu:
         yield from _gpu_rows(f)
     for name, rate in (f.get("bandwidth") or {}).items():

@@ -86,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
         "--names",
         choices=("plain", "hf", "hf-llama"),
         default="plain",
-        help="plain, the default: as in the checkpoint; hf: as transformers names them, with a config.json",
+        help="plain, the default: as in the checkpoint; hf: as transformers names them, with a config.json;"
+        " hf-llama: the same, for Llama alone",
     )
     parser.add_argument(
         "--adapters",
@@ -156,6 +157,8 @@ def _as_safetensors(path: Path, output: Path, asked: argparse.Namespace) -> list
         with damage_told(path):
             rest = rest_of(path, weights_only=not asked.trust)[0]
             weights, names, config = _named_for_hf(weights, rest, path, has_config=asked.config is not None)
+    if asked.names == "hf-llama":
+        _check_is_llama(json.loads(asked.config.read_text()) if asked.config else config or {})
     export = _Export(weights, names, getattr(torch, asked.dtype) if asked.dtype else None)
     written = write_safetensors(output, export, sizes=export.sizes(), max_shard_bytes=limit)
     _let_read(written)
@@ -167,6 +170,11 @@ def _as_safetensors(path: Path, output: Path, asked: argparse.Namespace) -> list
         print("No config.json: this checkpoint does not hold the model's config. Give one with --config.")
     extra = [output / name for name in ("config.json", "model.safetensors.index.json") if (output / name).exists()]
     return written + extra
+
+
+def _check_is_llama(config: Mapping[str, Any]) -> None:
+    if (kind := config.get("model_type", "llama")) != "llama":
+        raise ValueError(f"--names hf-llama writes Llama, and this is a model of type {kind}. Use --names hf for it.")
 
 
 def _let_read(files: Sequence[Path]) -> None:

@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
 def _report(folder: TokenFolder, packings: dict[Method, Packing], *, seq_len: int) -> dict[str, Any]:
     lengths = folder.lengths
     predictions = np.maximum(lengths - 1, 0)
+    padded = np.minimum(predictions, seq_len)
     quantiles = np.quantile(lengths, _QUANTILES).round().astype(int).tolist()
     return {
         "documents": len(lengths),
@@ -56,7 +57,10 @@ def _report(folder: TokenFolder, packings: dict[Method, Packing], *, seq_len: in
         "histogram": {str(2**power): count for power, count in enumerate(_by_power_of_two(lengths)) if count},
         "seq_len": seq_len,
         # One document in each row, the rest of it cut off.
-        "padded": {"efficiency": float(np.minimum(predictions, seq_len).mean() / seq_len)},
+        "padded": {
+            "efficiency": float(padded.mean() / seq_len),
+            "kept": float(padded.sum() / max(predictions.sum(), 1)),
+        },
         **{
             method: {"rows": len(packing), "efficiency": packing.efficiency, "cuts": num_cut(packing, lengths)}
             for method, packing in packings.items()
@@ -70,9 +74,9 @@ def _by_power_of_two(lengths: np.ndarray[Any, Any]) -> list[int]:
 
 
 def _lines(folder: TokenFolder, report: dict[str, Any]) -> Iterator[str]:
-    recipe, length = report["recipe"], report["length"]
+    recipe, length, padded = report["recipe"], report["length"], report["padded"]
     yield (
-        f"{folder.path}: {report['tokens']:,} tokens of {report['documents']:,} documents,"
+        f"{folder.path}: {report['tokens']:,} tokens of {_number(report['documents'], 'document')},"
         f" {report['dtype']}, vocabulary of {report['vocab_size']:,}"
     )
     yield f"made of {' '.join(recipe['source'])} with the tokenizer {folder.info['tokenizer_name']}"
@@ -86,8 +90,10 @@ def _lines(folder: TokenFolder, report: dict[str, Any]) -> Iterator[str]:
     yield f"packed into rows of {report['seq_len']:,} predictions:"
     for method in get_args(Method):
         found = report[method]
-        yield f"  {method:9} {found['rows']:,} rows, {found['efficiency']:.2%} used, {found['cuts']:,} cuts"
-    yield f"  one document in each row, without packing: {report['padded']['efficiency']:.2%} used"
+        cut = f"documents cut at {_number(found['cuts'], 'place')}" if found["cuts"] else "no document cut"
+        yield f"  {method:9} {_number(found['rows'], 'row')}, {found['efficiency']:.2%} used, {cut}"
+    lost = f", and {1 - padded['kept']:.2%} of all predictions cut off" if padded["kept"] < 1 else ""
+    yield f"  without packing, one document in each row: {padded['efficiency']:.2%} used{lost}"
 
 
 def _sample(folder: TokenFolder, packing: Packing, row: int) -> Iterator[str]:
@@ -102,9 +108,14 @@ def _sample(folder: TokenFolder, packing: Packing, row: int) -> Iterator[str]:
         document = int(np.searchsorted(folder.starts, start, side="right")) - 1
         first = start - int(folder.starts[document])
         tokens = folder.tokens[start : start + length + 1].tolist()
-        yield f"--- document {document}, tokens {first} to {first + length} of {folder.lengths[document]}"
+        tail = "" if first + length + 1 == folder.lengths[document] else "; the rest is in another row"
+        yield f"--- document {document}, tokens {first:,} to {first + length:,} of {folder.lengths[document]:,}{tail}"
         yield _shortened(tokenizer.decode(tokens, skip_special_tokens=False))
     yield "---"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _shortened(text: str) -> str:

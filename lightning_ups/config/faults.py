@@ -14,6 +14,7 @@ from enum import Enum
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
@@ -114,7 +115,7 @@ class _Search:
             is_default = name in _required(owner) if owner else self.schema.nullable(name)
             if not (is_default or _takes_null(hint)):
                 yield f"{layer.place(*keys)}: {_dotted(keys)} is null. It takes {_described(hint)}."
-        elif bases and isinstance(value, list) and _takes(hint, Iterable):
+        elif bases and isinstance(value, list) and _takes_list(hint):
             for index, item in enumerate(value):
                 yield from self.setting(name, item, hint, (*keys, index), layer, owner)
         elif bases and isinstance(value, dict) and (not _takes(hint, Mapping) or "class_path" in value):
@@ -126,6 +127,10 @@ class _Search:
             yield from self._incomplete(find_class(value, bases), {}, keys, layer)
         else:
             near = _nearest_choice(value, hint)
+            if bases and isinstance(value, list):
+                value_of, wanted = f"a list: {value!r}", f"one {bases[0].__name__}, without brackets and dashes"
+                yield f"{layer.place(*keys)}: {_dotted(keys)} is {value_of}. It takes {wanted}."
+                return
             listed = f", as in [{value!r}]" if isinstance(value, str) and _takes_list_of_strings(hint) else ""
             cure = f"Did you mean {near!r}?" if near else f"It takes {_described(hint)}{listed}."
             yield f"{layer.place(*keys)}: {_dotted(keys)} is {value!r}. {cure}"
@@ -137,6 +142,9 @@ class _Search:
         arguments = spec.get("init_args")
         if not self.accepted:
             if wrong := [key for key in spec if key not in _SPEC_KEYS]:
+                if all(find_class(str(key), bases) for key in spec):
+                    yield self._class_as_key(spec, hint, keys, layer)
+                    return
                 cure = (
                     "Put it below init_args."
                     if kind and wrong[0] in class_settings(kind)
@@ -156,6 +164,17 @@ class _Search:
             types, given = class_settings(kind), section(spec, "init_args")
             yield from self.settings(given, types, (*keys, "init_args"), layer, owner=kind)
             yield from self._incomplete(kind, given, keys, layer)
+
+    def _class_as_key(self, spec: Tree, hint: Any, keys: Keys, layer: Layer) -> str:
+        specs = [
+            {"class_path": name, "init_args": settings} if settings else {"class_path": name}
+            for name, settings in spec.items()
+        ]
+        is_list = _takes_list(hint) and not isinstance(keys[-1], int)
+        written = yaml.safe_dump(specs if is_list else specs[0], default_flow_style=True, sort_keys=False, width=1000)
+        name = "" if isinstance(keys[-1], int) else f"{keys[-1]}: "
+        place = layer.place(*keys, next(iter(spec)))
+        return f"{place}: {next(iter(spec))} is a class, not a setting. Write {name}{written.strip()}"
 
     def _incomplete(self, kind: type | None, given: Tree, keys: Keys, layer: Layer) -> Iterator[str]:
         # Only for an item of a list: the settings of any other class may come from another layer.
@@ -197,6 +216,10 @@ class _Search:
             classes = {key: kind for key, kind in vars(sys.modules[module]).items() if inspect.isclass(kind)}
             fitting = [key for key, kind in classes.items() if issubclass(kind, tuple(bases))]
             hint = suggest(attribute, fitting or classes, cutoff=_NEAR)
+            if (elsewhere := find_class(attribute, bases)) is not None:
+                hint = f"Write '{elsewhere.__module__}.{attribute}'."
+                if is_public(f"{elsewhere.__module__}.{attribute}") and elsewhere.__module__.startswith("lightning"):
+                    hint = f"Write {attribute!r}."
             yield f"{place}the module {module} has no class {attribute!r}. {hint}"
 
     def _class_given_at(self, keys: Keys) -> str | None:
@@ -253,6 +276,10 @@ def _takes_null(hint: Any) -> bool:
 def _takes(hint: Any, base: type) -> bool:
     kinds = [get_origin(each) or each for each in members(hint)]
     return any(isinstance(kind, type) and issubclass(kind, base) for kind in kinds)
+
+
+def _takes_list(hint: Any) -> bool:
+    return any(_takes(each, Iterable) and not _takes(each, str) for each in members(hint))
 
 
 def _takes_list_of_strings(hint: Any) -> bool:

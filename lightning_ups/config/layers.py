@@ -119,7 +119,7 @@ def _load(name: str, content: str) -> tuple[Tree, dict[Keys, int]]:
         )
         raise ValueError(f"{place}: invalid YAML: {problem}. {cure}") from error
     if not isinstance(tree, dict):
-        found = "is empty" if tree is None else f"is not a mapping: {str(tree)[:60]!r}"
+        found = "is empty" if tree is None else "is not a mapping: write NAME: VALUE, without dashes"
         raise ValueError(f"{name} {found}. For an example of a configuration, run: fit --print_config.")
     return tree, dict(_lines(name, node))
 

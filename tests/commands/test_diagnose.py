@@ -125,6 +125,25 @@ def test_a_crash_or_a_hang_costs_one_row(folder, quick, monkeypatch, capsys, how
     assert {path.name for path in folder.iterdir()} == {"run.yaml"}
 
 
+@pytest.mark.parametrize(
+    ("gain", "tried", "said"),
+    [
+        (1.5, 1.8, "tried once: 1.50 times the mean speed of the runs without it"),
+        (None, "failed: no memory", "gain not measured: failed: no memory"),
+        (None, 1.8, "gain not known"),
+        (None, None, "not tried"),
+    ],
+)
+def test_a_fix_says_what_is_known_of_its_gain(capsys, gain, tried, said):
+    diagnosis = _Diagnosis([], minutes=1)
+    diagnosis.facts |= {"world_size": 1, "mean_s": 0.1, "shares": {"data": 0.6}, "batch_rows": 8, "compilations": 0}
+    (first, *_) = diagnosis.found
+    diagnosis.gain = gain
+    diagnosis.trials = {} if tried is None else {f"fix: {first.name}": tried}
+    diagnosis.show()
+    assert f"Fix for {first.name} ({said}" in capsys.readouterr().out
+
+
 def test_an_error_of_the_user_is_shown_in_one_line(ups, quick):
     tree = run(model={"class_path": "tests.cli_toys.Toy", "init_args": {"fail": "step"}})
     assert_short(ups("diagnose", "--minutes", "0.2", tree=tree), "No step was measured", "the user's own error")

@@ -16,11 +16,19 @@ def test_the_page_has_lengths_packing_and_a_row_with_its_boundaries(ups, tmp_pat
     outcome = ups("inspect", path, "--seq-len", "5")
     assert outcome.code == 0, said(outcome)
     assert "8 tokens of 3 documents, uint16, vocabulary of 61" in outcome.out
-    assert "best_fit  1 rows, 100.00% used, 0 cuts" in outcome.out
+    assert "best_fit  1 row, 100.00% used, no document cut" in outcome.out
     first, second = "document 0, tokens 0 to 3 of 4\nw0 w1 w2 <eos>", "document 1, tokens 0 to 2 of 3\nw3 w4 <eos>"
     assert first in outcome.out
     assert second in outcome.out
     assert "document 2" not in outcome.out, "it has no prediction"
+
+
+def test_cut_documents_are_marked(ups, tmp_path):
+    out = ups("inspect", token_folder(tmp_path, [[*range(9), 0]]), "--seq-len", "4").out
+    assert "10 tokens of 1 document," in out
+    assert "best_fit  3 rows, 75.00% used, documents cut at 2 places" in out
+    assert "one document in each row: 100.00% used, and 55.56% of all predictions cut off" in out
+    assert "document 0, tokens 0 to 4 of 10; the rest is in another row\n" in out
 
 
 def test_the_numbers_as_json(ups, tmp_path):

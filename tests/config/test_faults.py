@@ -6,7 +6,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from torch.optim import Optimizer
 
-import lightning_ups.callbacks  # noqa: F401  (so that bare class names resolve)
+import lightning_ups.callbacks
+import lightning_ups.strategies  # noqa: F401
+import tests.cli_toys  # noqa: F401  (so that bare class names resolve)
 from lightning_ups._compat.lightning.trainer import setting_types
 from lightning_ups.config.faults import Schema, find_faults, summarize
 from lightning_ups.config.layers import Layer, read
@@ -50,6 +52,35 @@ def test_another_product_is_not_suggested(faults, name):
     assert "Did you mean" not in found
     (found,) = faults(f"{MODEL}trainer:\n  logger: {{class_path: WandLogger}}\n")
     assert "Did you mean 'WandbLogger'?" in found
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "written"),
+    [
+        ("{Compile: {mode: default}}", "callbacks: [{class_path: Compile, init_args: {mode: default}}]"),
+        ("{Compile: , RunManifest: }", "callbacks: [{class_path: Compile}, {class_path: RunManifest}]"),
+        ("[{Compile: {mode: default}}]", "{class_path: Compile, init_args: {mode: default}}"),
+    ],
+)
+def test_a_class_as_key_gets_the_right_form(faults, callbacks, written):
+    (found,) = faults(f"{MODEL}trainer:\n  callbacks: {callbacks}\n")
+    assert found.startswith("run.yaml:4: ")
+    assert found.endswith(f"Write {written}")
+    (found,) = faults("model: {tests.cli_toys.Toy: {width: 3}}\n")
+    assert found.endswith("Write model: {class_path: tests.cli_toys.Toy, init_args: {width: 3}}")
+
+
+def test_a_list_for_one_class_and_a_class_under_another_module(faults):
+    (found,) = faults("model: [tests.cli_toys.Toy]\n")
+    assert "model is a list: ['tests.cli_toys.Toy']. It takes one LightningModule, without" in found
+    (found,) = faults(f"{MODEL}trainer:\n  strategy: [FSDP2Strategy]\n")
+    assert "trainer.strategy is a list: ['FSDP2Strategy']. It takes one Strategy, without" in found
+    (found,) = faults(f"{MODEL}trainer:\n  strategy: {{FSDP2Strategy: {{save: full}}}}\n")
+    assert found.endswith("Write strategy: {class_path: FSDP2Strategy, init_args: {save: full}}")
+    (found,) = faults(f"{MODEL}trainer:\n  callbacks: [{{class_path: lightning_ups.strategies.Compile}}]\n")
+    assert found.endswith("has no class 'Compile'. Write 'Compile'.")
+    (found,) = faults("model: {class_path: tests.toys.Toy}\n")
+    assert found.endswith("has no class 'Toy'. Write 'tests.cli_toys.Toy'.")
 
 
 def test_the_parser_ignores_empty_mappings_and_null(faults):

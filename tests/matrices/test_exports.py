@@ -83,6 +83,8 @@ def saved(ranks, tmp_path_factory):
 
 
 def refusal(kind, checkpoint, export):
+    if kind == "gpt2" and export == "hf-in-parts":
+        return "is a model of type gpt2. Use --names hf"
     if export == "one-file" and checkpoint != "folder":
         return "one file already"
     if export in ("merge", "keep") and "lora" not in kind:
