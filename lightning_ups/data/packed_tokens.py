@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_ups._compat.lightning.fit_loop import batches_taken
 from lightning_ups.data.packing import Method, Packing, pack
 from lightning_ups.data.token_folder import TokenFolder
+from lightning_ups.data.workers import Workers, worker_options
 from lightning_ups.kernels.attention import Documents
 from lightning_ups.order.arguments import check_choice
 
@@ -62,7 +63,7 @@ class PackedTokens(LightningDataModule):
         packing: ``"best_fit"`` cuts only documents longer than a row; ``"greedy"`` concatenates them. See
             `lightning_ups.data.packing.pack`.
         val_fraction: The share of documents that is for validation, chosen by the hash of a document's text.
-        num_workers: Processes that read batches, of each rank.
+        num_workers: Processes that read batches, of each rank; ``"auto"``: by a measurement of some seconds.
         seed: For the order of documents and rows.
 
     Raises:
@@ -83,7 +84,7 @@ class PackedTokens(LightningDataModule):
         batch_size: int,
         packing: Method = "best_fit",
         val_fraction: float = 0.005,
-        num_workers: int = 2,
+        num_workers: Workers = 2,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -100,7 +101,8 @@ class PackedTokens(LightningDataModule):
         self.weights = None if weights is None else [float(weight) for weight in weights.values()]
         self.seq_len, self.batch_size = int(seq_len), int(batch_size)
         self.packing: Method = packing
-        self.val_fraction, self.num_workers, self.seed = val_fraction, num_workers, int(seed)
+        self.val_fraction, self.seed = val_fraction, int(seed)
+        self.num_workers: Workers = num_workers
         self.train_rows: PackedRows | None = None
         self.val_rows: PackedRows | None = None
         self._sources: list[TokenFolder] = []
@@ -139,8 +141,7 @@ class PackedTokens(LightningDataModule):
     @override
     def train_dataloader(self) -> DataLoader[PackedBatch]:
         assert self.train_rows is not None
-        num_ranks, rank = self._ranks
-        sampler = EpochSampler(self.train_rows, weights=self.weights, seed=self.seed, num_replicas=num_ranks, rank=rank)
+        sampler = self._epoch_sampler()
         if (saved := self._saved) is not None:
             if saved["data"] != self._checksum:
                 warn(
@@ -156,6 +157,11 @@ class PackedTokens(LightningDataModule):
             )
         self._sampler = sampler
         return self._loader(self.train_rows, sampler=sampler, drop_last=True)
+
+    def _epoch_sampler(self) -> "EpochSampler":
+        assert self.train_rows is not None
+        num_ranks, rank = self._ranks
+        return EpochSampler(self.train_rows, weights=self.weights, seed=self.seed, num_replicas=num_ranks, rank=rank)
 
     @override
     def val_dataloader(self) -> DataLoader[PackedBatch] | list[Any]:
@@ -212,16 +218,27 @@ class PackedTokens(LightningDataModule):
             documents = np.random.default_rng((self.seed, number)).permutation(documents)
         return pack(source.starts[documents], source.lengths[documents], seq_len=self.seq_len, method=self.packing)
 
-    def _loader(self, rows: "PackedRows", **options: Any) -> DataLoader[PackedBatch]:
+    @cached_property
+    def _workers(self) -> dict[str, Any]:
+        def make(**workers: Any) -> DataLoader[PackedBatch]:
+            assert self.train_rows is not None
+            return self._loader(self.train_rows, sampler=self._epoch_sampler(), workers=workers)
+
+        return worker_options(self.num_workers, make, self.trainer)
+
+    def _loader(
+        self, rows: "PackedRows", *, workers: dict[str, Any] | None = None, **options: Any
+    ) -> DataLoader[PackedBatch]:
+        workers = workers or self._workers
         filterwarnings("ignore", message=".*does not have many workers")  # a batch takes less than a millisecond
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
             rows,
             batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
+            persistent_workers=workers["num_workers"] > 0,
             pin_memory=on_gpu,
             collate_fn=as_it_is,
+            **workers,
             **options,
         )
 

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_ups._compat.optional.tokenizers import Encoder, load_encoding
 from lightning_ups.data.packed_tokens import PackedBatch, PackedRows, as_it_is
 from lightning_ups.data.streaming import Recipe, StreamLoader, held_out_documents, open_source
 from lightning_ups.data.streaming.lanes import pool
+from lightning_ups.data.workers import Workers, worker_options
 
 
 class StreamedTokens(LightningDataModule):
@@ -41,7 +42,7 @@ class StreamedTokens(LightningDataModule):
         val_fraction: The share of documents that is for validation, chosen by the hash of a document's text: the same
             ones as in `PackedTokens`.
         val_rows: Rows of validation on all devices together, from the beginning of the sources.
-        num_workers: Processes that read and tokenize, of each rank.
+        num_workers: Processes that read and tokenize, of each rank; ``"auto"``: by a measurement of some seconds.
         bos: The token that begins a document. None: what the tokenizer itself adds.
         eos: The token that ends a document. None: the tokenizer's own.
         seed: For the order of documents.
@@ -68,7 +69,7 @@ class StreamedTokens(LightningDataModule):
         shuffle: int = 1000,
         val_fraction: float = 0.005,
         val_rows: int = 256,
-        num_workers: int = 2,
+        num_workers: Workers = 2,
         bos: str | None = None,
         eos: str | None = None,
         seed: int = 0,
@@ -89,7 +90,8 @@ class StreamedTokens(LightningDataModule):
         self.weights = [float(weight) / sum(weights) for weight in weights]
         self.tokenizer, self.field, self.bos, self.eos = tokenizer, field, bos, eos
         self.seq_len, self.batch_size, self.shuffle, self.seed = int(seq_len), int(batch_size), int(shuffle), int(seed)
-        self.val_fraction, self.val_rows, self.num_workers = val_fraction, int(val_rows), num_workers
+        self.val_fraction, self.val_rows = val_fraction, int(val_rows)
+        self.num_workers: Workers = num_workers
         self._recipe: Recipe | None = None
 
     @override
@@ -131,14 +133,15 @@ class StreamedTokens(LightningDataModule):
                 " Trainer(max_steps=...), or limit_train_batches=... as the length of an epoch."
             )
         kwargs = getattr(trainer and trainer.strategy, "distributed_sampler_kwargs", None) or {}
-        return StreamLoader(
+        make = partial(
+            StreamLoader,
             self._recipe,
             rank=kwargs.get("rank", 0),
             num_ranks=kwargs.get("num_replicas", 1),
-            num_workers=self.num_workers,
             checksum=self._checksum,
             pin_memory=self._on_gpu,
         )
+        return make(**worker_options(self.num_workers, make, trainer))
 
     @override
     def val_dataloader(self) -> DataLoader[PackedBatch] | list[Any]:

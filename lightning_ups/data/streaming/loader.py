@@ -85,7 +85,9 @@ class StreamLoader(DataLoader[Any]):
                 stacklevel=2,
             )
         self._streams.lanes, self._streams.states = state_dict["lanes"], dict(state_dict["states"])
-        self.num_workers = min(self.num_workers, len(self._streams.states))
+        lanes = len(self._streams.states)
+        if self.num_workers:  # if it divides the lanes, batches come in the same order for any number
+            self.num_workers = max(n for n in range(1, min(self.num_workers, lanes) + 1) if lanes % n == 0)
 
     def divide(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return this rank's part of the states of all ranks that saved a checkpoint."""

@@ -40,6 +40,17 @@ def test_a_loader_continues_behind_the_last_batch(done, num_workers):
     assert given(first, 20 - done) == whole[done:], "also without a checkpoint, if it is iterated again"
 
 
+@pytest.mark.filterwarnings("ignore:.*worker processes in total")
+@pytest.mark.parametrize("now", [0, 1, 3])
+def test_another_number_of_workers_gives_the_same_batches(now):
+    first = loader(num_workers=2)
+    given(first, 3)
+    again = loader(num_workers=now)
+    again.load_state_dict(first.state_dict())
+    assert again.num_workers == min(now, 2)
+    assert given(again, 9) == given(first, 9)
+
+
 def int_keys(value):
     return {int(key) if key.isdigit() else key: each for key, each in value.items()}
 
