@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 CUDA = torch.cuda.is_available()
-# Sizes at which a GPU, and not the host, sets the speed of the healthy run.
+# Sizes at which a GPU, and not the host, sets the speed of the healthy run: it takes about twice as long as the host.
 DIM, LAYERS, HEADS, SEQ, VOCAB = (1024, 8, 16, 512, 8192) if CUDA else (128, 2, 4, 64, 256)
-SIDE = 160 if CUDA else 32
+SIDE = 224 if CUDA else 32
 GRID, WIDTH, DEPTH, CHUNK = (256, 2048, 8, 512) if CUDA else (64, 512, 4, 128)
-BATCH = {"language": 32, "vision": 256, "physics": 32} if CUDA else {"language": 16, "vision": 64, "physics": 8}
+BATCH = {"language": 64, "vision": 256, "physics": 64} if CUDA else {"language": 16, "vision": 64, "physics": 8}
 ROWS = BATCH["physics"] * CHUNK
 MOST_EXTRA = SEQ  # tokens that one rank may have more than the others
 LENGTH = 1_000_000  # items of an epoch, so that no run ends one; a distributed sampler lists them all
@@ -87,7 +87,7 @@ class Fields(Dataset[Tensor]):
         generator = torch.Generator().manual_seed(0)
         waves = torch.randn(64, CHUNK, 8, generator=generator)
         angles = torch.linspace(0, 6.2832, GRID) * torch.arange(1, 9)[:, None]
-        self._chunks = waves @ angles.sin()
+        self._chunks = (waves @ angles.sin()).half()  # one loader worker must do
 
     def __len__(self) -> int:
         return LENGTH
@@ -308,14 +308,15 @@ class Physics(Injected):
         if fault == "recompilations":
             limits: Any = torch.compiler.config  # a user who raised them when torch said that they were reached
             limits.recompile_limit = limits.accumulated_recompile_limit = 1_000_000
-            self.residual = torch.compile(residual, dynamic=False, backend="inductor" if CUDA else "aot_eager")
+            # Inductor takes two seconds each time, so that some of its compilations cost 15 % of a minute and no step.
+            self.residual = torch.compile(residual, dynamic=False, backend="aot_eager")
         self._steps, self._owed = 0, 0.0
         self._rows, self._sizes = ROWS - 1, random.Random(0)
 
     @override
     def losses(self, batch: Tensor) -> Tensor:
         self._steps += 1
-        batch = batch.flatten(0, 1)
+        batch = batch.flatten(0, 1).float()
         if self.fault == "recompilations":  # the amount is how many steps of a hundred have a new shape
             if self.active and self._steps % max(1, round(100 / self.amount)) == 0:
                 self._rows = ROWS - 1 - next(_shapes) % (ROWS // 2)

@@ -36,12 +36,13 @@ LEAST = 3  # seconds that the end of a run may take
 
 @dataclass(frozen=True)
 class Run:
-    """One line of a plan."""
+    """One line of a plan; ``least`` are the seconds that must be left for it to begin, if not all that it may take."""
 
     gpus: frozenset[int]
     seconds: float
     name: str
     command: str
+    least: float | None = None
 
 
 def runs_of(text: str) -> list[Run]:
@@ -120,9 +121,10 @@ class SideBySide:
                         done += going.pop(run).result()
                     taken = {gpu for run in going for gpu in run.gpus}
                     for run in [*pending]:
-                        if time.monotonic() + run.seconds + LEAST > self._end:
+                        needed = run.least or run.seconds
+                        if time.monotonic() + needed + LEAST > self._end:
                             pending.remove(run)
-                            self._say(run, f"left out, since it may take {run.seconds:.0f} s")
+                            self._say(run, f"left out, since it may take {needed:.0f} s")
                         elif run.gpus.isdisjoint(taken):
                             pending.remove(run)
                             going[run] = threads.submit(self._make, run)
@@ -145,7 +147,8 @@ class SideBySide:
         visible = ",".join(visible_as(gpu) for gpu in sorted(run.gpus))
         self._say(run, f"begins on GPU {visible}")
         begun = time.monotonic()
-        how = finished(words, timeout=run.seconds, environment={"CUDA_VISIBLE_DEVICES": visible}, stop=self._stop)
+        limit = min(run.seconds, self._end - LEAST - begun)
+        how = finished(words, timeout=limit, environment={"CUDA_VISIBLE_DEVICES": visible}, stop=self._stop)
         printed.write_text(portable(printed.read_text(errors="replace")))
         how = how.strip().splitlines()[-1]
         self._say(run, f"{how}, {time.monotonic() - begun:.0f} s in all")

@@ -6,6 +6,8 @@ import sys
 import pytest
 import yaml
 
+from lightning_ups.insight.diagnose import TREE
+
 
 @pytest.fixture
 def script(import_benchmark):
@@ -124,3 +126,7 @@ def test_cases_take_turns_on_a_gpu(injected, monkeypatch, tmp_path):
     assert all(subprocess.run([sys.executable, "-c", tried, str(file)], check=False).returncode for file in files)
     for turn in injected._turns:
         turn.close()
+
+
+def test_each_problem_is_one_that_diagnose_knows(script):
+    assert {case.named for case in script.CASES.values() if case.named} <= {cause.name for cause in TREE}

@@ -111,9 +111,7 @@ def batches(bench: Bench) -> Facts:
     half, twice = _resized(bench.batch, size, to=size // 2), _resized(bench.batch, size, to=2 * size)
     seconds = bench.compare(half=lambda: bench.backward(half), same=bench.backward, twice=lambda: bench.backward(twice))
     rate = {name: rows * size / seconds[name] for name, rows in (("half", 0.5), ("same", 1.0), ("twice", 2.0))}
-    # What a step costs whatever its size: without it, twice the batch would take twice the time.
-    fixed = max(0.0, min(2 * seconds["same"] - seconds["twice"], 2 * seconds["half"] - seconds["same"]))
-    return {**{f"rate_{name}": value for name, value in rate.items()}, "fixed_s": fixed}
+    return {f"rate_{name}": value for name, value in rate.items()}
 
 
 def optimizer(bench: Bench) -> Facts:

@@ -3,6 +3,7 @@
 import re
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -51,6 +52,8 @@ class PhaseProfiler(Profiler):
         list(self._timeline.finish())
         self.step_seconds: list[float] = []
         self.seconds: dict[str, float] = defaultdict(float)  # by phase, with pauses and ``"between epochs"``
+        self.host_seconds: dict[str, float] = defaultdict(float)  # of the host, whether the device waits or not
+        self._since = time.perf_counter()
         self.saves = 0
         self.compilations: list[Any] = []
         self._mark = mark()
@@ -126,13 +129,21 @@ class PhaseProfiler(Profiler):
     def _enter(self, name: Any) -> None:
         if name != "checkpoint" and any(each in PAUSES for each in self._open):  # all of it belongs to the pause
             name = self._open[-1]
+        self._count_host()
         self._open.append(name)
         self._timeline.enter(name)
 
     def _leave(self) -> None:
+        self._count_host()
         if self._open:
             self._open.pop()
             self._timeline.leave()
+
+    def _count_host(self) -> None:
+        now = time.perf_counter()
+        if self._open:
+            self.host_seconds[self._open[-1]] += now - self._since
+        self._since = now
 
     def _name(self, action: str) -> str | None:
         if action not in self._names:

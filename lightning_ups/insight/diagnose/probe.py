@@ -183,6 +183,7 @@ class Probe(Callback):
             "mean_s": phases.mean_s,
             "shares": {name: shares.get(name, 0.0) for name in _PHASES if name in shares},
             "hooks": dict(sorted(hooks.items(), key=lambda each: -each[1])),
+            "host": {name: phases.host_seconds[name] / total for name in ("logging", *hooks)},
             "compile_share": min(compiled / total, 1.0),
             "compilations": len(phases.compilations),
             "guard": guards.most_common(1)[0][0] if guards else "",

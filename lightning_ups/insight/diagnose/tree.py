@@ -15,6 +15,14 @@ class Facts(dict[str, Any]):
         """Return the share of ``phase`` in a step."""
         return (self.get("shares") or {}).get(phase, 0.0)
 
+    def of_host(self, phase: str) -> float:
+        """Return the share of a step that the host spends in ``phase``, a hook or logging, or the device waits for.
+
+        A device that idles waits for all that the host does, also after the phase: its queue is empty then.
+        """
+        device = (self.get("hooks") or {}).get(phase, self.share(phase))
+        return max(device, min((self.get("host") or {}).get(phase, 0.0), self["idle"]))
+
     def of_step(self, seconds: str, *, of: str = "mean_s") -> float:
         """Return the fact ``seconds`` as a share of a step."""
         return self[seconds] / self[of] if self[of] else 0.0
@@ -27,13 +35,13 @@ class Facts(dict[str, Any]):
     @property
     def worst_hook(self) -> tuple[str, float]:
         """The hook of a callback or module that takes the most time, and its share."""
-        return max((self.get("hooks") or {"": 0.0}).items(), key=lambda each: each[1])
+        return max(((name, self.of_host(name)) for name in self.get("hooks") or [""]), key=lambda each: each[1])
 
     @property
     def unexplained_idle(self) -> float:
         """The share of a step in which the GPU is idle, without what other causes name."""
-        known = sum(map(self.share, ("data", "transfer", "logging", "checkpoint", "between epochs")))
-        known += sum((self.get("hooks") or {}).values()) + max(0.0, _optimizer_excess(self))
+        known = sum(map(self.share, ("data", "transfer", "checkpoint", "between epochs")))
+        known += sum(map(self.of_host, ("logging", *(self.get("hooks") or ())))) + max(0.0, _optimizer_excess(self))
         return max(0.0, self["idle"] - known)
 
 
@@ -153,8 +161,14 @@ def _idle(facts: Facts, *, waits: bool) -> float:
 
 def _fixed_cost(facts: Facts) -> float:
     is_full = facts["memory_used"] > 0.8  # of a GPU: twice the batch would not fit
-    extra = max(0.0, facts["exchange_s"] - facts["silent_s"])
-    return 0.0 if is_full or not facts["full_s"] else (facts["fixed_s"] - extra) / facts["full_s"]
+    rates = [facts[f"rate_{name}"] for name in ("half", "same", "twice")]
+    if is_full or not facts["full_s"] or not all(rates):
+        return 0.0
+    half, same, twice = (size * facts["batch_size"] / rate for size, rate in zip((0.5, 1, 2), rates, strict=True))
+    same = min(same, facts["backward_s"] or same)  # measured twice: other load on the host only adds time
+    # Without what a step costs whatever its size, twice the batch would take twice the time.
+    fixed = min(2 * same - twice, 2 * half - same)
+    return (fixed - max(0.0, facts["exchange_s"] - facts["silent_s"])) / facts["full_s"]
 
 
 def _slow_exchange(facts: Facts) -> float:
@@ -323,9 +337,9 @@ TREE: tuple[Cause, ...] = (
     ),
     Cause(
         name="excessive logging",
-        lost=lambda f: f.share("logging"),
+        lost=lambda f: f.of_host("logging"),
         least=0.05,
-        sentence=lambda f: f"Logging and printing take {_percent(f.share('logging'))} of the time",
+        sentence=lambda f: f"Logging and printing take {_percent(f.of_host('logging'))} of the time",
         fix=_log_less,
     ),
     Cause(

@@ -42,8 +42,7 @@ def test_half_and_twice_the_batch(tmp_path):
     module = Counting()
     found = facts(tmp_path, module=module, batches=experiments.batches)["batches"]
     assert module.sizes == {4, 8, 16}
-    assert found["fixed_s"] > 0  # so small a module has hardly any other cost
-    assert found["rate_twice"] > found["rate_half"]
+    assert found["rate_twice"] > found["rate_half"]  # so small a module has hardly any cost but a fixed one
 
 
 def test_the_optimizer_is_compared_with_a_fused_one(tmp_path):

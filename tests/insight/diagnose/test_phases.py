@@ -61,6 +61,7 @@ def test_each_phase_has_its_time(tmp_path):
         ("checkpoint", 0.06 * 6),
     ):
         assert 0.95 * seconds <= phases.seconds[name] < 3 * seconds, (name, dict(phases.seconds))
+        assert name == "checkpoint" or phases.host_seconds[name] >= 0.95 * seconds
     assert sum(phases.shares().values()) == pytest.approx(1)
     assert phases.mean_s == pytest.approx(sum(phases.seconds.values()) / 12)
     assert run.profiler is not phases

@@ -12,8 +12,9 @@ HEALTHY = {
     "shares": {"forward": 0.4, "backward": 0.5, "optimizer": 0.04, "data": 0.02},
     "cores": 8,
     "batch_size": 8,
+    "rate_half": 80.0,
     "rate_same": 80.0,
-    "rate_twice": 100.0,
+    "rate_twice": 80.0,
     "reference_optimizer_s": 0.003,
 }
 GPU = {"device": "NVIDIA H100 80GB HBM3"}
@@ -22,7 +23,7 @@ FACTS = {
     "slow loader": {"shares": {"data": 0.15}, "loader_rate": 70.0, "device_rate": 90.0, "workers": 2},
     "unpinned memory": GPU | {"shares": {"transfer": 0.15}, "is_pinned": False},
     "host sync": GPU | {"idle": 0.17, "waits": [("model.py:3 (training_step)", 2)]},
-    "tiny batch": {"fixed_s": 0.015},
+    "tiny batch": {"rate_half": 4 / 0.0575, "rate_twice": 16 / 0.185},
     "slow launches": GPU | {"idle": 0.17},
     "slow exchange": {"exchange_s": 0.09, "silent_s": 0.075},
     "uneven ranks": {"slowest_s": 0.055, "others_s": 0.04, "slowest_rank": 1},
@@ -91,3 +92,19 @@ def test_a_number_that_was_not_measured_is_zero():
 def test_a_time_of_a_checkpoint_that_was_not_measured_is_left_out():
     (found,) = findings(Facts(checkpoint_share=0.22))
     assert found.sentence == "Checkpoints take 22 % of the time"
+
+
+def test_what_the_host_does_while_the_gpu_idles_explains_it():
+    seen = HEALTHY | GPU | {"idle": 0.39, "shares": {"logging": 0.16}, "host": {"logging": 0.3}}
+    assert [each.name for each in findings(seen)] == ["excessive logging"]
+    assert [each.name for each in findings(seen | {"idle": 0.0, "shares": {}})] == [], "the GPU is busy meanwhile"
+    saving = HEALTHY | GPU | {"idle": 0.17, "shares": {"checkpoint": 0.15}, "checkpoint_share": 0.15}
+    assert [each.name for each in findings(saving)] == ["checkpoint stalls"]
+    hook = HEALTHY | GPU | {"idle": 0.2, "hooks": {"A.on_train_batch_end": 0.02}, "host": {"A.on_train_batch_end": 0.3}}
+    assert [(each.name, each.lost) for each in findings(hook)] == [("slow callback", 0.2)]
+
+
+def test_a_batch_is_not_small_because_it_was_slow_when_it_was_timed_again():
+    slow = {"rate_half": 4 / 0.074, "rate_same": 8 / 0.125, "rate_twice": 16 / 0.19}
+    assert [each.name for each in findings(HEALTHY | slow)] == ["tiny batch"]
+    assert findings(HEALTHY | slow | {"backward_s": 0.095}) == []
