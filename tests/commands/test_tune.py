@@ -90,10 +90,16 @@ class Table(Engine):
         return Table.verify
 
 
+def refused(_, configuration):
+    """Return what `tune` would, which builds a command line for each configuration."""
+    return "refused: scope" if "scope: all" in " ".join(configuration.all_words) else None
+
+
 @pytest.fixture
 def table(monkeypatch):
     monkeypatch.setattr(tune, "Engine", Table)
     monkeypatch.setattr(tune, "Space", lambda situation: Space(situation, AXES))
+    monkeypatch.setattr(tune, "_refused", refused)
     monkeypatch.setattr(Table, "runs", 0)
     monkeypatch.setattr(Table, "interrupts", False)
     monkeypatch.setattr(Table, "verify", (0, "ok"))
