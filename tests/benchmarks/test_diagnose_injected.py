@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
 
 from lightning_ups.insight.diagnose import TREE
@@ -16,7 +17,9 @@ def script(import_benchmark):
 
 @pytest.fixture
 def injected(import_benchmark):
-    return import_benchmark("injected")
+    limits = torch.compiler.config  # one of its modules raises them for its process
+    with limits.patch({name: getattr(limits, name) for name in ("recompile_limit", "accumulated_recompile_limit")}):
+        yield import_benchmark("injected")
 
 
 @pytest.mark.parametrize("power", [0.7, 1, 2])

@@ -277,6 +277,7 @@ def test_the_facts_of_a_run_decide_its_axes(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(tune, "Engine", Table)
     monkeypatch.setattr(tune, "Space", space)
+    monkeypatch.setattr(tune, "_refused", refused)
     settings = {**BASE, "optimizer": {"class_path": "AdamW", "init_args": {"fused": False, "lr": 0.1}}}
     settings["trainer"] = {**BASE["trainer"], "accumulate_grad_batches": 2}
     run(tmp_path, monkeypatch, "--keep-global-batch", settings=settings)
