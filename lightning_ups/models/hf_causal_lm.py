@@ -109,7 +109,7 @@ class HFCausalLM(ScheduledAdamW):
         sharded = getattr(self._trainer and self._trainer.strategy, "shards", False)
         with torch.device("meta") if sharded else nullcontext():
             if self.pretrained is not None:
-                model = from_pretrained(self.pretrained, self.options, on_meta=sharded).train()
+                model = from_pretrained(self.pretrained, self.options).train()
             else:
                 assert self.config is not None
                 model = from_config(self.config, self.options)
@@ -125,7 +125,7 @@ class HFCausalLM(ScheduledAdamW):
     @property
     def _plain(self) -> Any:
         """The model of transformers, which adapters are in."""
-        return self.model if self.lora is None else self.model.get_base_model()
+        return self.model if self.lora is None else self.model.base_model.model
 
     @override
     def on_fit_start(self) -> None:
@@ -191,7 +191,7 @@ class HFCausalLM(ScheduledAdamW):
         as_it_was = type(head) is nn.Linear and "forward" not in vars(head) and not isinstance(head.weight, DTensor)
         if self._plain_head and as_it_was:
             return linear_cross_entropy(model.base_model(**inputs, use_cache=False)[0], head.weight, targets)
-        output = self.model(**inputs, use_cache=False)
+        output = model(**inputs, use_cache=False)
         loss = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten(), ignore_index=_IGNORED)
         if (balance := getattr(output, "aux_loss", None)) is not None:  # of a mixture of experts
             loss = loss + model.config.get_text_config().router_aux_loss_coef * balance
@@ -223,13 +223,13 @@ class _MeanOverTokens(Metric):
     def __init__(self) -> None:
         super().__init__()
         for name in ("total", "tokens"):
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+            self.add_state(name, torch.zeros(()), dist_reduce_fx="sum")
 
     @override
     def update(self, loss: Tensor, tokens: Tensor) -> None:
-        self.total += torch.where(tokens > 0, loss.detach().double() * tokens, 0.0)  # without tokens it is NaN
+        self.total += torch.where(tokens > 0, loss.detach() * tokens, 0.0)  # without tokens it is NaN
         self.tokens += tokens
 
     @override
     def compute(self) -> Tensor:
-        return (self.total / self.tokens).float()
+        return self.total / self.tokens

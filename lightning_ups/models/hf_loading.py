@@ -27,16 +27,19 @@ def from_config(config: str | Mapping[str, Any], options: Mapping[str, Any]) -> 
     return auto.AutoModelForCausalLM.from_config(found, **options)
 
 
-def from_pretrained(path: str, options: Mapping[str, Any], *, on_meta: bool) -> Any:
+def from_pretrained(path: str, options: Mapping[str, Any]) -> Any:
     """Return a causal language model with its trained weights.
+
+    Under ``torch.device("meta")`` weights stay there, and what reads them is recorded, as what a constructor draws.
 
     Args:
         path: A folder, or a name on the Hub.
         options: Of ``AutoModelForCausalLM.from_pretrained``.
-        on_meta: Leave the weights on the meta device. What reads them later is recorded, as what a constructor draws.
     """
     load = imported().AutoModelForCausalLM.from_pretrained
-    return read_on_meta(load, path, **options) if on_meta else load(path, **options)
+    if torch.get_default_device().type == "meta":
+        return read_on_meta(load, path, **options)
+    return load(path, **options)
 
 
 def with_adapters(model: Any, lora: Mapping[str, Any]) -> Any:

@@ -11,6 +11,8 @@ from tests.strategies.cases import two_ranks
 from tests.toys import trainer
 
 pytest.importorskip("transformers", minversion="5")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and PEFT, about small models
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,13 @@ def test_what_is_done_to_logits_is_seen(kind, plain):
     model = from_config(config(kind), {})
     assert has_plain_head(model) is plain
     assert "forward" not in vars(model.base_model)
+
+
+def test_nothing_is_read_on_the_meta_device(tmp_path):
+    module = HFCausalLM(pretrained=pretrained(tmp_path), lora={"r": 4})
+    with torch.device("meta"):  # as `plan` builds it
+        module.configure_model()
+    assert all(p.is_meta for p in module.parameters())
 
 
 class Fitted(HFCausalLM):
@@ -59,7 +68,6 @@ def weights_are_those_of_a_whole_model(path, folder, lora):
     assert any("lora" in name for name in expected) is (lora is not None)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "lora"),
     [
@@ -90,7 +98,6 @@ def no_rank_holds_all(path, folder):
     assert most < sum(sizes) / 2 + 2 * max(sizes)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_no_rank_holds_the_model(ranks, tmp_path):
     folder = pretrained(tmp_path / "model", num_hidden_layers=8, hidden_size=64, intermediate_size=256)
     no_rank_holds_all(ranks, path=tmp_path, folder=folder)
