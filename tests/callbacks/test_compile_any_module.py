@@ -336,7 +336,13 @@ def test_what_a_step_calls_is_compiled_where_it_calls_no_forward_of_the_model(tm
     assert facts.facts["told"] == []
 
 
-@pytest.mark.parametrize(("name", "scope"), [*((name, "auto") for name in MODULES), ("t5", "blocks")])
+SLOW = [
+    pytest.param("encoder-decoder", "auto", marks=pytest.mark.slow),
+    pytest.param("t5", "blocks", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "scope"), [*((name, "auto") for name in MODULES if name != "encoder-decoder"), *SLOW])
 def test_it_trains_as_without_compile(tmp_path, name, scope):
     torch.compiler.reset()
     stock = fitted(MODULES[name], tmp_path)
