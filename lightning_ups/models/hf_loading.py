@@ -23,7 +23,8 @@ def from_config(config: str | Mapping[str, Any], options: Mapping[str, Any]) -> 
     if isinstance(config, Mapping):
         found = auto.AutoConfig.for_model(**config)
     else:
-        found = auto.AutoConfig.from_pretrained(config)
+        with _refusing_unknown("config", config):
+            found = auto.AutoConfig.from_pretrained(config)
     return auto.AutoModelForCausalLM.from_config(found, **options)
 
 
@@ -37,9 +38,23 @@ def from_pretrained(path: str, options: Mapping[str, Any]) -> Any:
         options: Of ``AutoModelForCausalLM.from_pretrained``.
     """
     load = imported().AutoModelForCausalLM.from_pretrained
-    if torch.get_default_device().type == "meta":
-        return read_on_meta(load, path, **options)
-    return load(path, **options)
+    with _refusing_unknown("pretrained", path):
+        if torch.get_default_device().type == "meta":
+            return read_on_meta(load, path, **options)
+        return load(path, **options)
+
+
+@contextmanager
+def _refusing_unknown(argument: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        first = str(error).partition("\n")[0]
+        raise FileNotFoundError(
+            f"HFCausalLM({argument}={path!r}) names no model that can be read: {first}"
+            " Without a network, name a folder with config.json and the weights in safetensors, as save_pretrained"
+            " writes it."
+        ) from error
 
 
 def with_adapters(model: Any, lora: Mapping[str, Any]) -> Any:

@@ -32,6 +32,13 @@ def test_nothing_is_read_on_the_meta_device(tmp_path):
     assert all(p.is_meta for p in module.parameters())
 
 
+@pytest.mark.parametrize("argument", ["pretrained", "config"])
+def test_without_a_network_a_name_is_refused_with_the_local_alternative(argument, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match=r"(?s)someone/nothing.*Without a network, name a folder"):
+        HFCausalLM(**{argument: "someone/nothing"}).configure_model()
+
+
 class Fitted(HFCausalLM):
     """Keeps what it had when training began."""
 
