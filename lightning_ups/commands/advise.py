@@ -12,6 +12,7 @@ import torch
 
 from lightning_ups._compat.optional.te import engine
 from lightning_ups.commands.trial import StepClock, Trial
+from lightning_ups.config.suggestions import parse_own_options
 from lightning_ups.insight.advise import (
     ENGINE,
     Advice,
@@ -60,7 +61,7 @@ def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     parser.add_argument("--head", action="store_true", help="consider layers outside the blocks too")
     parser.add_argument("--tokens", type=int, help="how many rows linear layers get; what a step with a batch shows")
     parser.add_argument("--dry", action="store_true", help="only list the products that a step has, on any machine")
-    own, rest = parser.parse_known_args(argv)
+    own, rest = parse_own_options(parser, argv)
     return vars(own), rest
 
 

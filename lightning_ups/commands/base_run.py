@@ -25,6 +25,7 @@ from lightning_ups.config.layers import Layer, items, section
 from lightning_ups.config.merge import kind_of
 from lightning_ups.config.output import note
 from lightning_ups.config.requested_run import RequestedRun
+from lightning_ups.config.suggestions import parse_own_options
 from lightning_ups.insight.report import reserve
 from lightning_ups.insight.tune import (
     Configuration,
@@ -218,7 +219,7 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, Any],
     Raises:
         ValueError: If a number is not positive, or ``--output`` cannot be written.
     """
-    known, rest = parser.parse_known_args(argv)
+    known, rest = parse_own_options(parser, argv)
     own = vars(known)
     for name, value in own.items():
         if type(value) in (int, float) and not 0 < value < inf:

@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int | None:
     with exit_on_signals(), suppress(KeyboardInterrupt):  # what there is so far is shown
         diagnosis.run(tries_fix=own["fix"])
     if not diagnosis.facts.get("shares"):
-        raise ValueError(f"No step was measured: {diagnosis.why_nothing}.")
+        raise ValueError(f"No step was measured: {diagnosis.why_nothing}.".replace("?.", "?"))
     diagnosis.show()
     if own["json"]:
         file = Path(own["json"])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_ups.config.output import WIDTH, note, readable_count, titled
 from lightning_ups.config.requested_run import RequestedRun
+from lightning_ups.config.suggestions import parse_own_options
 from lightning_ups.insight.memory import (
     DEVICES,
     GIB,
@@ -43,7 +44,7 @@ class _Row(NamedTuple):
 
 def own_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the options of ``plan``, and the words that are options of ``fit``."""
-    own, rest = _parser().parse_known_args([*words])
+    own, rest = parse_own_options(_parser(), words)
     for option, key in (("devices", "trainer.devices"), ("nodes", "trainer.num_nodes")):
         if getattr(own, option) is not None:
             rest += [f"--{key}", str(getattr(own, option))]
@@ -52,7 +53,7 @@ def own_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def main(words: Sequence[str]) -> int | None:
     """Print the list of GPUs, if it is requested; None: a configuration is needed."""
-    own, _ = _parser().parse_known_args([*words])
+    own, _ = parse_own_options(_parser(), words)
     if own.gpu == "list":
         print("\n".join(f"{key:16}{device.gib:7.1f} GiB  {device.name}" for key, device in DEVICES.items()))
         return 0

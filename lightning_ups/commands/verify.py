@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.torch.compile.inductor import eager_random_numbers
 from lightning_ups.commands.trial import Trial
+from lightning_ups.config.suggestions import parse_own_options
 from lightning_ups.insight.verify import (
     FAULTS,
     REST,
@@ -67,7 +68,7 @@ def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     parser.add_argument(
         "--no_faults", dest="faults", action="store_false", help="do not try whether injected faults would be seen"
     )
-    own, rest = parser.parse_known_args(argv)
+    own, rest = parse_own_options(parser, argv)
     return vars(own), rest
 
 

@@ -76,15 +76,27 @@ def parse_options(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     Raises:
         ValueError: If an option is unknown, missing or wrong.
     """
-    command = parser.prog.rpartition(" ")[2]
-
-    def refuse(message: str) -> NoReturn:
-        raise ValueError(f"{command}: {message.rstrip('.')}. `{parser.prog} --help` lists the options.")
-
-    parser.error = refuse  # type: ignore[method-assign]
-    options, unknown = parser.parse_known_args(argv)
+    options, unknown = parse_own_options(parser, argv)
     if unknown:
         option = unknown[0].partition("=")[0]
         known = {"--debug", *re.findall(r"--[a-z][\w-]*", parser.format_usage())}
-        raise ValueError(f"{command}: unknown argument {option!r}. {suggest(option, known)}")
+        raise ValueError(f"{_command(parser)}: unknown argument {option!r}. {suggest(option, known)}")
     return options
+
+
+def parse_own_options(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Return the options of `parser`, and the other words of `argv`.
+
+    Raises:
+        ValueError: If an option is missing or wrong.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{_command(parser)}: {message.rstrip('.')}. `{parser.prog} --help` lists the options.")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_known_args(argv)
+
+
+def _command(parser: ArgumentParser) -> str:
+    return parser.prog.rpartition(" ")[2]

@@ -53,3 +53,11 @@ def test_parse_options():
     for wrong, meant in (("--jsn", "'--json'"), ("all", "'all'")):
         with pytest.raises(ValueError, match=meant):
             parse_options(parser, [wrong])
+
+
+@pytest.mark.parametrize("words", ["tune --minutes", "ablate --limit", "diagnose --minutes", "advise --tokens"])
+def test_a_wrong_option_of_a_command_that_takes_those_of_fit_is_one_line(ups, words):
+    outcome = ups(*words.split(), "x")
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: "), "and not with a list of all options"
+    assert f"error: {words.replace(' ', ': argument ')}: invalid" in outcome.err
