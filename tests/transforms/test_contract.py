@@ -201,8 +201,21 @@ def obey(clause, subject):
 ON_RANKS = "order_with_fully_shard_does_not_matter"
 
 
-@pytest.mark.parametrize("clause", [clause for clause in CLAUSES if clause != ON_RANKS])
-@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+QUICK = ("gradients_are_equal", "undo_restores_exactly")  # of what two subjects obey, each by itself
+CASES = [
+    pytest.param(
+        subject,
+        clause,
+        marks=[pytest.mark.slow] * (name == "recompute compiled" and clause not in QUICK),
+        id=f"{name}-{clause}",
+    )
+    for name, subject in SUBJECTS.items()
+    for clause in CLAUSES
+    if clause != ON_RANKS
+]
+
+
+@pytest.mark.parametrize(("subject", "clause"), CASES)
 def test_a_transform_obeys(subject, clause):
     obey(clause, subject)
 
