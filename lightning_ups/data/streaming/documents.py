@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_ups._compat.optional.tokenizers import content_hash
 
-_BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".arrow": "arrow"}
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _IN_FOLDERS = (*_BUILDERS, ".txt")
 _SHARDS = 16  # of a source that can be indexed, in each lane: their order is shuffled, too
@@ -31,21 +31,24 @@ def open_source(source: Any) -> Any:
     if (path / "index.json").exists() or (name.endswith("/") and "://" in name):
         return _LitdataFolder(name)
     datasets = _library("datasets", name)
+    if (path / "dataset_dict.json").exists():  # of several splits
+        path = path / "train"
     if (path / "state.json").exists():
-        return datasets.load_from_disk(name)
+        return datasets.load_from_disk(str(path))
     files = _files(name)
     try:
         if files is not None:
             kind = _BUILDERS.get(_suffix(files[0]), "text")
-            options = {"sample_by": "document"} if kind == "text" else {}
+            options = {"sample_by": "document", "encoding_errors": "replace"} if kind == "text" else {}
             return datasets.load_dataset(kind, data_files=files, split="train", streaming=True, **options)
         repository, _, config = name.partition(":")
         return datasets.load_dataset(repository, config or None, split="train", streaming=True)
     except Exception as error:  # noqa: BLE001  (whatever the network, the Hub or the package raise)
         reason = str(error).strip().partition("\n")[0][:150]
+        cure = "" if files else " Without a network, download it before and give the files: DIR/*.parquet."
         raise FileNotFoundError(
-            f"StreamedTokens: {name} is not a local file, and could not be opened ({type(error).__name__}: {reason})."
-            " Without a network, download it before and give the files: DIR/*.parquet."
+            f"StreamedTokens: {name}{'' if files else ' is not a local file, and'} could not be opened"
+            f" ({type(error).__name__}: {reason}).{cure}"
         ) from None
 
 

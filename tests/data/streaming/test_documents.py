@@ -34,7 +34,19 @@ def parquet(path, texts):
     parquet.write_table(pyarrow.table({"text": texts, "more": [0] * len(texts)}), path, row_group_size=20)
 
 
-@pytest.fixture(params=["list", "jsonl", "jsonl.gz", "parquet", "txt", "save_to_disk", "litdata", "dataset"])
+@pytest.fixture(
+    params=[
+        "list",
+        "jsonl",
+        "jsonl.gz",
+        "parquet",
+        "txt",
+        "save_to_disk",
+        "save_to_disk of splits",
+        "litdata",
+        "dataset",
+    ]
+)
 def source(request, tmp_path):
     """The same texts in each form, in one file and in several."""
     kind = request.param
@@ -44,8 +56,9 @@ def source(request, tmp_path):
     name = str(tmp_path / "data")
     if kind == "dataset":
         return datasets.Dataset.from_dict({"text": TEXTS})
-    if kind == "save_to_disk":
-        datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(name)
+    if kind.startswith("save_to_disk"):
+        made = datasets.Dataset.from_dict({"text": TEXTS})
+        (datasets.DatasetDict({"train": made}) if kind.endswith("splits") else made).save_to_disk(name)
     elif kind == "litdata":
         made_of_chunks(datasets, name)
     elif kind == "txt":
@@ -149,6 +162,9 @@ def test_what_is_missing_is_named_in_a_line(tmp_path, monkeypatch):
             open_source(name)
     with pytest.raises(FileNotFoundError, match="has no"):
         open_source(str(tmp_path))
+    (tmp_path / "bad.parquet").write_text("no table")
+    with pytest.raises(Exception, match="parquet"):
+        one_pass(open_source(str(tmp_path)))
 
 
 def test_without_a_network_the_local_alternative_is_named(monkeypatch):

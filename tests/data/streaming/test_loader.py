@@ -56,22 +56,26 @@ def int_keys(value):
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 4), (4, 2), (2, 1), (2, 3), (3, 2)])
-def test_another_number_of_ranks_repeats_and_loses_nothing(before, now, capsys):
+def test_another_number_of_ranks_repeats_and_loses_nothing_and_says_so(before, now, caplog):
     loaders = [loader(rank=rank, num_ranks=before, num_workers=2) for rank in range(before)]
     seen = [batch for made in loaders for batch in given(made, 5)]
     states = [made.state_dict() for made in loaders]
     for rank in range(now):
         made = loader(rank=rank, num_ranks=now, num_workers=2)
-        made.load_state_dict(made.divide(states))
+        with caplog.at_level("INFO"):
+            made.load_state_dict(made.divide(states))
+        assert f"{2 * before} streams of {before} ranks continue on {now}. No document is repeated" in caplog.text
         assert made.num_workers in (1, 2)
         seen += given(made, 20)
     tokens = [token for batch in seen for token in batch]
     assert len(tokens) == len({*tokens})
 
 
-def test_too_few_streams_for_the_ranks_begin_anew():
+def test_too_few_streams_for_the_ranks_begin_anew_and_say_so(caplog):
     made = loader(rank=2, num_ranks=3)
-    state = made.divide([loader().state_dict()])
+    with caplog.at_level("INFO"):
+        state = made.divide([loader().state_dict()])
+    assert "1 streams, too few for 3 ranks. All begin anew, so documents are repeated" in caplog.text
     assert state == made.state_dict()
 
 
