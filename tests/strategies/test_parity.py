@@ -95,7 +95,10 @@ def test_four_ranks_are_one_device(four_ranks, tmp_path, strategy):
     check(four_ranks(on_ranks, "Scalar", tmp_path, strategy, 4, options), expected("Scalar", tmp_path, options))
 
 
-@pytest.mark.parametrize("strategy", [{}, {"replicate_size": 2}], ids=repr)
+REPLICATED = pytest.param({"replicate_size": 2}, marks=pytest.mark.slow)  # a layout of the test above
+
+
+@pytest.mark.parametrize("strategy", [{}, REPLICATED], ids=repr)
 @pytest.mark.parametrize("name", ["Case", "Tied", "Frozen", "LoRA", "Manual", "Meta"])
 def test_four_ranks_train_what_two_do(four_ranks, tmp_path, name, strategy):
     check(four_ranks(on_ranks, name, tmp_path, strategy, 4, {}), expected(name, tmp_path, {}))
