@@ -37,6 +37,7 @@ class StreamedTokens(LightningDataModule):
         tokenizer: ``bytes``, a ``tokenizer.json``, a folder with one, or a name on the Hub.
         seq_len: Predictions in a row.
         batch_size: Rows in a batch on each device.
+        weights: The shares of a list of sources, which are then not read as one.
         field: The field with the text.
         shuffle: Documents that each worker reads at a time and shuffles. 0: the order of the source.
         val_fraction: The share of documents that is for validation, chosen by the hash of a document's text: the same
@@ -65,6 +66,7 @@ class StreamedTokens(LightningDataModule):
         tokenizer: str,
         seq_len: int,
         batch_size: int,
+        weights: list[float] | None = None,
         field: str = "text",
         shuffle: int = 1000,
         val_fraction: float = 0.005,
@@ -76,11 +78,14 @@ class StreamedTokens(LightningDataModule):
     ) -> None:
         super().__init__()
         if isinstance(sources, Mapping):
-            self.sources, weights = [[source] for source in sources], [*sources.values()]
-        else:
-            self.sources, weights = [[sources] if isinstance(sources, str | Path) else [*sources]], [1.0]
-        if not weights or not all(self.sources) or any(not weight > 0 for weight in weights):
-            raise ValueError(f"StreamedTokens(sources={sources!r}) needs at least one source, and weights above 0.")
+            sources, weights = [*sources], [*sources.values()]
+        several = [sources] if isinstance(sources, str | Path) else [*sources]
+        self.sources = [several] if weights is None else [[source] for source in several]
+        weights = [1.0] if weights is None else weights
+        if not several or len(weights) != len(self.sources) or any(not weight > 0 for weight in weights):
+            raise ValueError(
+                f"StreamedTokens(weights={weights}) needs at least one source, and a weight above 0 for each."
+            )
         if min(seq_len, batch_size) < 1 or shuffle < 0 or not 0 <= val_fraction < 1 or val_rows < 1:
             raise ValueError(
                 f"StreamedTokens(seq_len={seq_len}, batch_size={batch_size}, shuffle={shuffle},"

@@ -58,8 +58,7 @@ def test_validation_has_the_documents_of_packed_tokens(tmp_path):
 
 def test_validation_takes_its_first_rows_in_the_shares_of_training():
     a, b = ["a" * 40] * 200, ["b" * 40] * 300
-    made = data(val_fraction=0.999, val_rows=4)
-    made._recipe.sources, made._recipe.weights = [[a], [b]], [0.25, 0.75]
+    made = data([a, b], weights=[1, 3], val_fraction=0.999, val_rows=4)
     text = "".join(documents_in(made, made.val_dataloader()))
     assert 0 < text.count("a") < 0.5 * text.count("b")
 
@@ -74,7 +73,8 @@ def test_text_is_encoded_and_decoded():
     ("options", "words"),
     [
         ({"sources": {}}, "at least one source"),
-        ({"sources": {"a": 0}}, "weights above 0"),
+        ({"sources": {"a": 0}}, "a weight above 0 for each"),
+        ({"sources": ["a", "b"], "weights": [1]}, "a weight above 0 for each"),
         ({"seq_len": 0}, "at least one token"),
         ({"val_fraction": 1}, "val_fraction from 0"),
     ],
@@ -110,7 +110,7 @@ def test_gpt_trains_and_validates_with_callbacks_that_read_the_data(tmp_path):
 # Resuming
 
 
-def run(root, sources, *, devices, ckpt_path=None, steps=12, exact=True, **options):
+def run(root, sources, *, devices, ckpt_path=None, steps=9, exact=True, **options):
     """Return the batches of this rank in epochs of 5."""
     warnings.simplefilter("ignore")
     made = StreamedTokens(sources, **{**OPTIONS, "val_fraction": 0, "shuffle": 20, **options})
@@ -133,29 +133,29 @@ def run(root, sources, *, devices, ckpt_path=None, steps=12, exact=True, **optio
     return module.seen
 
 
-def mixture(tmp_path):
-    first, second = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    jsonl(first, TEXTS)
-    jsonl(second, [text.upper() for text in TEXTS])
-    return {str(first): 0.3, str(second): 0.7}
+def mixture(kind, tmp_path):
+    upper = [text.upper() for text in TEXTS]
+    if kind == "lists":
+        return {"sources": [TEXTS, upper], "weights": [3, 7]}
+    pytest.importorskip("datasets")
+    return {"sources": {jsonl(tmp_path / "one.jsonl", TEXTS): 0.3, jsonl(tmp_path / "two.jsonl", upper): 0.7}}
 
 
-def resumed_on_every_rank(path, sources, num_workers):
+def resumed_on_every_rank(path, options):
     # Ranks of tests have no workers otherwise, or some that import everything anew.
     multiprocessing.current_process()._config["daemon"] = False
     multiprocessing.set_start_method("fork", force=True)
-    whole = run(path / "c", sources, devices=2, num_workers=num_workers)
+    whole = run(path / "c", devices=2, num_workers=2, **options)
     found = []
-    for step in (3, 6, 9):  # within an epoch
-        again = path / str(step)
+    for step in (3, 6):  # within an epoch, and within the next one
         saved = path / "c" / f"step={step}.ckpt"
-        found.append(run(again, sources, devices=2, num_workers=num_workers, ckpt_path=saved) == whole[step:])
+        found.append(run(path / str(step), devices=2, num_workers=2, ckpt_path=saved, **options) == whole[step:])
     return len(whole), found
 
 
-def test_resuming_a_shuffled_mixture_on_two_ranks_with_two_workers_is_bit_equal(ranks, tmp_path):
-    pytest.importorskip("datasets")
-    assert ranks(resumed_on_every_rank, tmp_path, mixture(tmp_path), 2) == (12, [True, True, True])
+@pytest.mark.parametrize("kind", ["lists", "files"])
+def test_resuming_a_shuffled_mixture_on_two_ranks_with_two_workers_is_bit_equal(ranks, tmp_path, kind):
+    assert ranks(resumed_on_every_rank, tmp_path, mixture(kind, tmp_path)) == (9, [True, True])
 
 
 def tokens_until_the_checkpoint(path, sources):
