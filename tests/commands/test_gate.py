@@ -46,6 +46,17 @@ def test_the_exit_code_and_one_sentence(ups, logs, new, options, code, parts):  
         assert part in line
 
 
+def test_several_runs_on_each_side(ups, logs):  # noqa: F811
+    same = [logs(0), logs(1)]
+    done = ups("gate", *same, "vs", *reversed(same), "--slower", "100%", "--loss", "100%")
+    assert done.code == 0, done.out
+    assert done.out.startswith("PASS: version_1 and 1 more against version_0 and 1 more: a typical step is")
+    # One of the new runs is slower, the other has a worse loss: the runs of a side differ too much to tell.
+    done = ups("gate", *same, "vs", logs(2), logs(3), "--metric", "train_loss", "--loss", "0.3")
+    assert done.code == 3, done.out
+    assert "CANNOT TELL: version_2 and 1 more" in done.out
+
+
 def test_json(ups, logs, folder):  # noqa: F811
     assert ups("gate", logs(0), logs(3), "--json", "gate.json").code == 1
     found = json.loads((folder / "gate.json").read_text())
