@@ -231,8 +231,10 @@ class Block(nn.Module):
 
     @override
     def forward(self, x_BTD: Tensor, documents: Documents | None = None) -> Tensor:
-        packed = () if documents is None else (documents,)  # tensor parallelism expects one input
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), *packed)
+        packed = (
+            {} if documents is None else {"documents": documents}
+        )  # tensor parallelism expects one positional input
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), **packed)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 

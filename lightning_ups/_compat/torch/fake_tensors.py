@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import (
@@ -16,7 +17,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributions import Distribution
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
@@ -49,6 +52,16 @@ _VIEWS = ("aten._unsafe_view", "aten._reshape_alias")
 def fake_mode() -> FakeTensorMode:
     """Return a mode in which tensors have shapes, dtypes and storages, and no values."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def fake_mesh(size: int) -> Iterator[DeviceMesh]:
+    """Open a process group of ``size`` devices that do not exist, whose collectives do nothing, and yield its mesh."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield init_device_mesh("cpu", (size,))
+    finally:
+        dist.destroy_process_group()
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:

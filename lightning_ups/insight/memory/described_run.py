@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.lightning.fit_setup import optimizers_of
-from lightning_ups._compat.torch.fake_tensors import NEEDS_VALUES, FakeTensor, fake_mode
+from lightning_ups._compat.torch.fake_tensors import NEEDS_VALUES, FakeTensor, fake_mesh, fake_mode
 from lightning_ups.insight.dry_run import DryRun, FakeCopies, call_training_step, loss_in
 from lightning_ups.insight.memory.account import Ledger
 from lightning_ups.insight.memory.compiled import as_compiled
@@ -36,6 +37,7 @@ from lightning_ups.transforms.blocks import Blocks, roots, select_blocks, with_l
 from lightning_ups.transforms.casting import cast_around, computing_in_float32, kept_in_float32, matmul_weights, within
 from lightning_ups.transforms.kv_cache import without_kv_cache
 from lightning_ups.transforms.recompute import recompute
+from lightning_ups.transforms.tensor_parallel import parallelize, plan_of
 
 Checkpointing = Literal["off", "matmuls", "nothing"]
 Compiling = Literal["off", "blocks", "model"]
@@ -144,6 +146,7 @@ def measure_run(
         stack.enter_context(without_kv_cache(module))
         with dry_run.opened():
             _cast(module, run, stack)
+        _split(module, run, dry_run, stack)
         _recompute(module, run, change, stack)
         compiled = _compile(module, run, change, ledger, stack)
         host = HostMemory(ledger)
@@ -294,6 +297,20 @@ def _cast_matmul_weights(module: LightningModule, kept: Collection[nn.Module], d
         if (holder := module.get_submodule(owner)) not in kept:
             parameter = getattr(holder, name)
             parameter.data = parameter.data.to(dtype)
+
+
+def _split(module: LightningModule, run: Run, dry_run: DryRun, stack: ExitStack) -> None:
+    """Split products over devices that do not exist, as the strategy does with tensor parallelism."""
+    settings = run.strategy.settings
+    if (size := settings.get("tensor_parallel_size") or 1) > 1:
+        if dist.is_initialized():
+            raise Uncountable(
+                f"{run.strategy.name}(tensor_parallel_size={size}) cannot be planned while it runs: this process has a"
+                " process group. Use `python -m lightning_ups plan`."
+            )
+        mesh = stack.enter_context(fake_mesh(size))
+        with dry_run.opened():
+            parallelize(module, plan=plan_of(module, settings["tensor_parallel_plan"]), mesh=mesh)
 
 
 def _recompute(module: LightningModule, run: Run, change: Change, stack: ExitStack) -> None:

@@ -12,7 +12,6 @@ from lightning_ups._compat.optional.packages import has
 from lightning_ups.insight.memory.account import Kind, Moment
 from lightning_ups.insight.memory.batches import batch_size, resized, sequence_length
 from lightning_ups.insight.memory.described_run import (
-    MEASURE,
     Change,
     OptimizerShare,
     Uncountable,
@@ -86,9 +85,6 @@ class Planner:
 
     Attributes:
         declared: The run as configured.
-
-    Raises:
-        Uncountable: If the strategy uses tensor parallelism.
     """
 
     def __init__(
@@ -104,11 +100,6 @@ class Planner:
         self.run, self.batch, self.device = run, batch, device
         self.samples, self.tokens = batch_size(batch), sequence_length(batch)
         self._settings = run.strategy.settings if settings is None else settings
-        if (size := self._settings.get("tensor_parallel_size") or 1) > 1:
-            raise Uncountable(
-                f"{run.strategy.name}(tensor_parallel_size={size}) splits layers, which a plan does not count."
-                f" Plan without it. {MEASURE}"
-            )
         self._optimizers, self._microbatches = optimizers, microbatches
         self._steps: dict[Any, Step] = {}
         self.declared = Variant(name="as configured")
@@ -117,6 +108,10 @@ class Planner:
     def devices(self) -> int:
         """The number of devices."""
         return self.run.num_devices * self.run.num_nodes
+
+    @property
+    def _tensor_size(self) -> int:
+        return self.run.strategy.settings.get("tensor_parallel_size") or 1
 
     @property
     def usable(self) -> int | None:
@@ -255,7 +250,7 @@ class Planner:
                 else "slower if copies to the host take longer than the compute of a block",
                 rank=4 if recomputed == "nothing" else 7,
             )
-        if self.devices > 1:
+        if self.devices > 1 and self._tensor_size == 1:
             yield from self._shardings()
         if "OptimizerOffload" not in names:
             yield Variant(
@@ -391,7 +386,7 @@ class Planner:
         replicas = self._settings.get("replicate_size", 1) if variant.strategy is None else 1
         return Layout(
             sharding=sharding,
-            shards=1 if sharding == "none" else max(self.devices // replicas, 1),
+            shards=1 if sharding == "none" else max(self.devices // replicas // self._tensor_size, 1),
             stored=stored,
             computed=computed,
             gathered_float8=1 if self._gathers_float8(run) else computed,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_ups._compat.torch.tensors.tensors import local_of
 from lightning_ups.insight.memory.account import Ledger, Moment, Phase
 from lightning_ups.insight.memory.cuda import as_on_cuda
 from lightning_ups.transforms.float8 import float8_linears
@@ -207,5 +208,5 @@ def _elements(parts: StepParts, *, of: Callable[[Tensor], bool] = lambda _: True
     sums = {"": 0, **dict.fromkeys(_counted(parts), 0)}
     for parameter, owner in _owners(parts).items():
         if of(parameter):
-            sums[owner] += parameter.numel()
+            sums[owner] += local_of(parameter).numel()  # of one device with tensor parallelism
     return sums

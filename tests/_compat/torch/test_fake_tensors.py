@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributions import Distribution, Normal
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -8,6 +9,7 @@ from lightning_ups._compat.torch.fake_tensors import (
     NEEDS_VALUES,
     FakeTensor,
     RecomputeCounter,
+    fake_mesh,
     fake_mode,
     forget_compiled,
     is_fused,
@@ -109,3 +111,12 @@ def test_modes_stay_on_in_backward():
         run_backward(loss)
     assert seen.count(torch.softmax) == 2
     assert x.grad is not None
+
+
+def test_a_mesh_of_devices_that_do_not_exist():
+    with fake_mesh(4) as mesh:
+        assert mesh.size() == 4
+        linear = parallelize_module(torch.nn.Linear(8, 12, bias=False), mesh, ColwiseParallel())
+        assert linear.weight.to_local().shape == (3, 8)
+        assert linear(torch.randn(2, 8)).shape == (2, 3)
+    assert not torch.distributed.is_initialized()

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
@@ -353,6 +354,17 @@ def test_another_strategy_is_planned_without_the_settings_of_the_declared_one():
     assert plan.moment(other) == alone.moment(alone.declared)
 
 
-def test_tensor_parallelism_is_not_planned():
-    with pytest.raises(Uncountable, match=r"^FSDP2Strategy\(tensor_parallel_size=2\).*TokenThroughput"):
-        planner(strategy=FSDP2Strategy, devices=2, tensor_parallel_size=2, tensor_parallel_plan="gpt")
+def test_tensor_parallelism_splits_parameters_and_products():
+    sharded = planner(strategy=FSDP2Strategy(), devices=2)
+    split = planner(strategy=FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan="gpt"), devices=4)
+    one, two = (each.moment(each.declared) for each in (sharded, split))
+    for kind in ("parameters", "optimizer state"):
+        assert two.of(kind) == pytest.approx(one.of(kind) / 2, rel=0.01)
+    before, after = (each._step(each.declared).saved.by_owner("activations") for each in (sharded, split))
+    block = next(name for name in before if name)
+    assert 0.5 * before[block] < after[block] < 0.7 * before[block]  # each device has whole inputs of products
+    assert not dist.is_initialized()
+    assert not {variant.name for variant in split.variants()} & {
+        "DDP: no sharding",
+        "FSDP2Strategy(sharding=gradients)",
+    }
