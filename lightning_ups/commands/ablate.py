@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from lightning_ups.commands.base_run import (
@@ -71,7 +72,7 @@ class Row:
     name: str
     gain: Gain | None  # over the rung below; for one that is left out, of the full configuration over it
     result: Result  # the first one
-    rate: float  # the mean of all rounds
+    rate: float  # the geometric mean of all rounds, as the gain compares them
     loss: float | None  # relative to the plain run
     verdict: str = ""
 
@@ -202,7 +203,7 @@ class _Ladder:
             name=name,
             gain=gain,
             result=first,
-            rate=0.0 if failed else sum(each.samples_per_s for each in results) / len(results),
+            rate=0.0 if failed else geometric_mean(each.samples_per_s for each in results),
             loss=None if failed else loss_difference(first, plain),
         )
         if verdict_of is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
+from statistics import geometric_mean
 from threading import Event, Thread
 from typing import Any
 
@@ -305,7 +306,7 @@ def _cells(row: Row) -> list[str]:
 
 def _rate(row: Row) -> float:
     finals = [each.samples_per_s for each in row.finals]
-    return sum(finals) / len(finals) if finals else row.result.samples_per_s if row.result is not None else 0.0
+    return geometric_mean(finals) if finals else row.result.samples_per_s if row.result is not None else 0.0
 
 
 def _rounds(row: Row) -> str:
