@@ -44,7 +44,13 @@ def packed_inputs(model: Any, positions: Tensor, documents: Documents) -> dict[s
             f"{type(model).__name__} would mix the documents of a packed row: it has {what}."
             " Give it batches with one document in a row: dicts of input_ids, labels and attention_mask."
         )
-    if model.config._attn_implementation != NAME or "chunked_attention" in layers:
+    kernel = model.config._attn_implementation
+    if "flash" in kernel and len(positions) > 1:  # of transformers, which then sees each row as one document
+        raise ValueError(
+            f"{kernel} would mix the documents of packed rows: transformers tells them apart only in a batch of one."
+            f" Use batches of one longer row, or leave out options={{'attn_implementation': {kernel!r}}}."
+        )
+    if kernel != NAME or "chunked_attention" in layers:
         return {"position_ids": positions}  # transformers finds documents where positions start again
     # A mask of four axes is passed on as it is, instead of one that transformers would build.
     return {"position_ids": positions, "documents": documents, "attention_mask": documents.ids[:, None, None]}

@@ -41,6 +41,14 @@ def test_documents_are_found_by_transformers_too(kind):
     torch.testing.assert_close(ours.loss(batch), theirs.loss(batch))
 
 
+def test_flash_attention_of_transformers_is_refused_for_several_packed_rows():
+    made, (several, _), (one, _) = built("llama"), packed((5, 1), (6,)), packed((5, 1))
+    made.model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="flash_attention_2 would mix the documents"):
+        made._inputs(several)
+    assert {*made._inputs(one)[0]} == {"input_ids", "position_ids"}
+
+
 def test_the_gradient_is_that_of_transformers_attention():
     ours, theirs, (batch, _) = built("llama"), built("llama", options={"attn_implementation": "sdpa"}), packed((5, 7))
     for module in (ours, theirs):
