@@ -8,7 +8,7 @@ import gc
 import re
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.compile.cudagraph_trees import Demand
@@ -518,7 +519,8 @@ class _Block:
         start, failure, outputs = dynamo.mark(), None, None
         with self._calling:
             try:
-                outputs = frame.run(module, *args, **kwargs)
+                with self._saving(module, args, kwargs):
+                    outputs = frame.run(module, *args, **kwargs)
             except Exception as error:
                 if not isinstance(error, GraphError) and not dynamo.is_compiler_error(error, start):
                     raise  # from the model itself
@@ -569,8 +571,7 @@ class _Block:
         self._has_run = False
         with self._calling:
             try:
-                # The backward of a recomputed batch norm saves its running statistics, which a second call moves.
-                with saved_at_any_version(self._statistics()) if self._norms else nullcontext():
+                with self._saving(module, args, kwargs):
                     outputs = frame.run(module, *args, **kwargs)
             except Exception as error:
                 if not isinstance(error, GraphError) and not dynamo.is_compiler_error(error, start):
@@ -593,6 +594,15 @@ class _Block:
         if self._run.backwards is not None and phase == "training":
             self._run.backwards.watch(outputs, (args, kwargs))
         return self._kept(module, outputs) if self._run.compiler.cuda_graphs else outputs
+
+    def _saving(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        if self._norms:  # a recomputed batch norm saves its running statistics, which a second call moves
+            return saved_at_any_version(self._statistics())
+        if self.name not in self._run.losses or not torch.is_grad_enabled():
+            return nullcontext()
+        # Uncompiled, a loss may save what it made of the logits instead, and a step may write to the logits then.
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        return saved_at_any_version([*leaves, *module.buffers()], copies=True)
 
     def _frame_apart(self, module: nn.Module) -> Frame:
         if self._apart is None:

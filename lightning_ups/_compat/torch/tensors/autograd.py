@@ -176,16 +176,18 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def saved_at_any_version(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let backward read saved ``tensors`` even if they were written to in place since."""
+def saved_at_any_version(tensors: Sequence[torch.Tensor], *, copies: bool = False) -> Iterator[None]:
+    """Let backward read saved ``tensors`` even if they were written to since: as they were, with ``copies``."""
     if saves_with_hooks():
         yield  # with hooks, versions are not checked
         return
-    memory = {tensor.data_ptr() for tensor in tensors}
+    memory = {tensor.data_ptr() for tensor in tensors if has_values(tensor)}
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         saved = tensor.detach()
-        return saved, None if has_values(saved) and saved.data_ptr() in memory else saved._version
+        if has_values(saved) and saved.data_ptr() in memory:
+            return saved.clone() if copies else saved, None
+        return saved, saved._version
 
     def unpack(packed: tuple[torch.Tensor, int | None]) -> torch.Tensor:
         saved, version = packed
