@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.compile.cudagraph_trees import Demand
-from lightning_ups._compat.torch.tensors.autograd import saved_at_any_version
+from lightning_ups._compat.torch.tensors.autograd import in_torch_func, saved_at_any_version
 from lightning_ups._compat.torch.tensors.tensors import arrived
 from lightning_ups._compat.torch.versions import NormWithStatistics
 from lightning_ups.transforms.blocks import is_loss, roots
@@ -598,7 +598,7 @@ class _Block:
     def _saving(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         if self._norms:  # a recomputed batch norm saves its running statistics, which a second call moves
             return saved_at_any_version(self._statistics())
-        if self.name not in self._run.losses or not torch.is_grad_enabled():
+        if self.name not in self._run.losses or not torch.is_grad_enabled() or in_torch_func():
             return nullcontext()
         # Uncompiled, a loss may save what it made of the logits instead, and a step may write to the logits then.
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
