@@ -479,7 +479,7 @@ class Compiled:
         # A loss is one operator with one number as its result, which says nothing of the logits that it reads.
         compiler = replace(self.compiler, leaves_small=False) if is_loss(module) else self.compiler
         if block.name in self.losses:
-            compiler = replace(compiler, fullgraph=True)
+            compiler = replace(compiler, fullgraph=True, draws=False)
         inner = only_loss(block.inner) if block.returns_loss and phase != "evaluation" else block.inner
         return frame_of(inner, module, compiler, name=block.name, alone=alone, phase=phase)
 
@@ -627,7 +627,7 @@ class _Block:
         frame.learn(start, asker=self.name, kind=kind)
         recompiles = self.group.recompiles(frame)
         if self.name in self._run.losses:
-            if len(recompiles) > self._run.max_recompiles:
+            if len(recompiles) > min(1, self._run.max_recompiles):  # once, for another size
                 self._run.leave_uncompiled(
                     self.group, "training", f"each call fails a guard, the last one {recompiles[-1]}"
                 )

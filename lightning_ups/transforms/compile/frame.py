@@ -19,7 +19,7 @@ from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.compile.cudagraph_trees import Demand, recorded_on_demand
 from lightning_ups.transforms.compile.alike_hooks import hooks_of
 from lightning_ups.transforms.compile.gain import is_small
-from lightning_ups.transforms.compile.trial import Caller, Run, with_trial
+from lightning_ups.transforms.compile.trial import Caller, GraphError, Run, drawing, with_trial
 from lightning_ups.transforms.forward import Forward
 
 Prepare = Callable[[fx.GraphModule], str | None]
@@ -40,6 +40,7 @@ class Compiler:
         on_demand: Whether the CUDA graphs of the mode are replayed only where a caller has a slot for them. Other calls
             run as without CUDA graphs.
         leaves_small: Whether graphs that are too small to gain run as they were captured.
+        draws: Whether graphs may draw random numbers. Inductor draws others than the code that it compiles.
 
     Raises:
         ValueError: If there is no such backend or mode, or if the backend has no modes.
@@ -51,6 +52,7 @@ class Compiler:
     fullgraph: bool = False
     on_demand: bool = False
     leaves_small: bool = False
+    draws: bool = True
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -372,13 +374,15 @@ class _Backend:
         self._prepares = prepares
         self.__name__ = self.compiler_name = compiler.backend
         self._compile = dynamo.backend_compiler(compiler.backend, mode=compiler.mode, dynamic=compiler.dynamic)
-        self._on_demand, self._leaves_small = compiler.on_demand, compiler.leaves_small
+        self._on_demand, self._leaves_small, self._draws = compiler.on_demand, compiler.leaves_small, compiler.draws
         self.records_cuda_graphs = compiler.cuda_graphs  # by which kernels of attention may be chosen
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if self._leaves_small and is_small(graph) and (caller := _caller()) is not None:
             caller.left_small_graph()
             return graph.forward
+        if not self._draws and (name := drawing(graph)) is not None:
+            raise GraphError(f"it draws random numbers, by {name}")
         said = "; ".join(filter(None, [prepare(graph) for prepare in self._prepares]))
         demand = Demand() if self._on_demand else None
         with (

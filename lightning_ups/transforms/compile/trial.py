@@ -4,6 +4,7 @@ A graph is a function of tensors alone. To try it touches no module, no hook, no
 statistics: what it may write to is copied, and what it draws is put back.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -263,6 +264,18 @@ def _acts_outside(graph: fx.GraphModule) -> str | None:
             if name == "lightning_ups" and "watched" in str(target):
                 return "what its blocks do is taken down, and a trial would be too"
     return None
+
+
+def drawing(graph: fx.GraphModule) -> str | None:
+    """Return the name of an operator in ``graph`` that draws random numbers, or None."""
+    nodes = (node for part in graph.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes)
+    names = (str(getattr(node.target, "__name__", node.target)) for node in nodes if node.op.startswith("call_"))
+    return next((name for name in names if _DRAWING.search(name)), None)
+
+
+_DRAWING = re.compile(
+    r"rand|dropout|bernoulli|multinomial|^normal|uniform|exponential|geometric|cauchy|gumbel|poisson$"
+)
 
 
 def _is_distributed(tensor: Tensor) -> bool:
