@@ -164,13 +164,13 @@ class HFCausalLM(ScheduledAdamW):
         self.log("val_perplexity", self.val_loss.compute().exp(), prog_bar=True, sync_dist=True)
 
     def loss(self, batch: Any) -> Tensor:
-        """Return the mean cross-entropy of the predicted tokens of ``batch``."""
+        """Return the mean cross-entropy of the predicted tokens of ``batch``, and what balances experts."""
         return self._loss(*self._inputs(batch))
 
     def _evaluate(self, batch: Any, name: str) -> None:
         inputs, targets = self._inputs(batch)
         mean = getattr(self, name)
-        mean.update(self._loss(inputs, targets), (targets != _IGNORED).sum())
+        mean.update(self._loss(inputs, targets, balanced=False), (targets != _IGNORED).sum())
         self.log(name, mean, prog_bar=True)
 
     def _inputs(self, batch: Any) -> tuple[dict[str, Any], Tensor]:
@@ -185,7 +185,7 @@ class HFCausalLM(ScheduledAdamW):
             labels = labels if mask is None else labels.masked_fill(mask == 0, _IGNORED)
         return inputs, F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
 
-    def _loss(self, inputs: dict[str, Any], targets: Tensor) -> Tensor:
+    def _loss(self, inputs: dict[str, Any], targets: Tensor, *, balanced: bool = True) -> Tensor:
         model, head = self._plain, self._plain.get_output_embeddings()
         # A conversion, or a strategy that splits the head, works in its forward.
         as_it_was = type(head) is nn.Linear and "forward" not in vars(head) and not isinstance(head.weight, DTensor)
@@ -193,7 +193,8 @@ class HFCausalLM(ScheduledAdamW):
             return linear_cross_entropy(model.base_model(**inputs, use_cache=False)[0], head.weight, targets)
         output = model(**inputs, use_cache=False)
         loss = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten(), ignore_index=_IGNORED)
-        if (balance := getattr(output, "aux_loss", None)) is not None:  # of a mixture of experts
+        balance = getattr(output, "aux_loss", None)  # of a mixture of experts
+        if balanced and balance is not None:
             loss = loss + model.config.get_text_config().router_aux_loss_coef * balance
         return loss
 

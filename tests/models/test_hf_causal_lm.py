@@ -57,6 +57,21 @@ def test_loss_and_gradients_are_those_of_transformers(kind):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-4)
 
 
+def test_perplexity_is_of_the_tokens_alone_where_experts_are_balanced(tmp_path):
+    made = module("mixtral")
+    run = fit(tmp_path, made, steps=1)
+    total = tokens = 0
+    for batch in run.val_dataloaders:
+        with torch.no_grad():
+            logits = made.eval().model(**made._inputs(batch)[0]).logits.flatten(0, 1)
+        targets = batch.targets.long().flatten()
+        total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+        tokens += int((targets != -100).sum())
+    expected = total / tokens
+    assert float(run.callback_metrics["val_loss"]) == pytest.approx(expected, rel=1e-5)
+    assert float(run.callback_metrics["val_perplexity"]) == pytest.approx(math.exp(expected), rel=1e-5)
+
+
 def test_without_labels_each_token_but_padding_is_predicted():
     made, tokens = built(), torch.randint(64, (2, 9))
     mask = torch.ones_like(tokens)
