@@ -25,6 +25,7 @@ from lightning_ups.strategies.bucket_size import measure_bucket_size
 from lightning_ups.strategies.processes import Communication
 
 Compression = Literal["bf16", "powersgd"]
+_RANK, _START = 4, 1000  # of PowerSGD
 
 
 class TunedDDPStrategy(DDPStrategy):
@@ -62,8 +63,8 @@ class TunedDDPStrategy(DDPStrategy):
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         compression: Compression | None = None,
-        powersgd_rank: int = 4,
-        powersgd_start: int = 1000,
+        powersgd_rank: int = _RANK,
+        powersgd_start: int = _START,
         shard_optimizer_state: bool = False,
         communication: Communication | None = None,
     ) -> None:
@@ -73,6 +74,10 @@ class TunedDDPStrategy(DDPStrategy):
             check_choice("compression", compression, get_args(Compression), of=of, why="It is how gradients travel.")
         check_least("powersgd_rank", powersgd_rank, 1, of=of, why="It is the rank of a matrix.")
         check_least("powersgd_start", powersgd_start, 2, of=of, why="DDP rebuilds its buckets before.")
+        if compression != "powersgd" and (powersgd_rank, powersgd_start) != (_RANK, _START):
+            raise ValueError(
+                f"{of} reads powersgd_rank and powersgd_start with compression='powersgd' alone. Set it, or leave them out."
+            )
         self._communication = communication or Communication()
         options: dict[str, Any] = {"batched_grad_copy": True} if _BATCHES_COPIES else {}
         super().__init__(

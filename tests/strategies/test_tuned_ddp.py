@@ -269,6 +269,12 @@ def test_wrong_arguments(options, words):
         TunedDDPStrategy(**options)
 
 
+@pytest.mark.parametrize("options", [{"powersgd_rank": 8}, {"powersgd_start": 10, "compression": "bf16"}])
+def test_settings_of_powersgd_without_it_are_refused(options):
+    with pytest.raises(ValueError, match="with compression='powersgd' alone"):
+        TunedDDPStrategy(**options)
+
+
 @pytest.mark.parametrize(
     ("settings", "other", "words"),
     [
