@@ -76,7 +76,8 @@ class TunedDDPStrategy(DDPStrategy):
         check_least("powersgd_start", powersgd_start, 2, of=of, why="DDP rebuilds its buckets before.")
         if compression != "powersgd" and (powersgd_rank, powersgd_start) != (_RANK, _START):
             raise ValueError(
-                f"{of} reads powersgd_rank and powersgd_start with compression='powersgd' alone. Set it, or leave them out."
+                f"{of} reads powersgd_rank and powersgd_start with compression='powersgd' alone. Set it, or leave them"
+                " out."
             )
         self._communication = communication or Communication()
         options: dict[str, Any] = {"batched_grad_copy": True} if _BATCHES_COPIES else {}
