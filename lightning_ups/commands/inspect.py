@@ -124,11 +124,19 @@ def _shortened(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_ups inspect", description="Show what a folder of tokens has, and how well it packs."
+        prog="python -m lightning_ups inspect",
+        description="Show the contents of a token folder, and how well its documents fill rows.",
     )
-    parser.add_argument("folder", metavar="FOLDER", help="what tokenize wrote")
-    parser.add_argument("--seq-len", type=int, default=2048, metavar="N", help="predictions in a row; 2048")
-    parser.add_argument("--packing", choices=get_args(Method), default="best_fit", help="of the row that is shown")
-    parser.add_argument("--row", type=int, default=0, metavar="N", help="the row whose text is shown; 0")
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.add_argument("folder", metavar="FOLDER", help="folder that tokenize wrote")
+    parser.add_argument("--seq-len", type=int, default=2048, metavar="N", help="predictions in a row (default: 2048)")
+    parser.add_argument(
+        "--packing",
+        choices=get_args(Method),
+        default="best_fit",
+        help="packing of the row that is shown (default: best_fit)",
+    )
+    parser.add_argument(
+        "--row", type=int, default=0, metavar="N", help="number of the row whose text is shown (default: 0)"
+    )
+    parser.add_argument("--json", action="store_true", help="print only the numbers, as JSON")
     return parser

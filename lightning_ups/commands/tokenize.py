@@ -187,7 +187,8 @@ def _digest(files: Sequence[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lightning_ups tokenize",
-        description="Tokenize documents into memory-mapped files. The same command continues after an interruption.",
+        description="Tokenize documents into memory-mapped files. Run the same command again to continue after an"
+        " interruption.",
     )
     parser.add_argument(
         "--source",
@@ -195,20 +196,28 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         help="files, folders or patterns: .parquet, .arrow (also a folder of datasets' save_to_disk), .jsonl, .txt or"
-        " any other text; .gz of JSON Lines and text",
+        " any other text file; JSON Lines and text may be compressed (.gz)",
     )
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",
         required=True,
-        help="a tokenizer.json, a folder with one, a name on the Hugging Face Hub, or `bytes`",
+        help="a tokenizer.json, a folder that contains one, a name on the Hugging Face Hub, or `bytes`",
     )
     parser.add_argument("--output", metavar="FOLDER", required=True, help="the folder to write")
-    parser.add_argument("--field", default="text", help="the field of the text in tables and JSON Lines; text")
     parser.add_argument(
-        "--separator", metavar="TEXT", help=r"text between documents of a text file, such as '\n'; a file is a document"
+        "--field", default="text", help="field that contains the text, in tables and JSON Lines (default: text)"
     )
-    parser.add_argument("--bos", metavar="TOKEN", help="begins each document, or none; what the tokenizer adds")
-    parser.add_argument("--eos", metavar="TOKEN", help="ends each document, or none; the tokenizer's end of text")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes; as many as cores")
+    parser.add_argument(
+        "--separator",
+        metavar="TEXT",
+        help=r"text between the documents of a text file, such as '\n' (default: each file is one document)",
+    )
+    parser.add_argument(
+        "--bos", metavar="TOKEN", help="token that begins each document, or none (default: what the tokenizer adds)"
+    )
+    parser.add_argument(
+        "--eos", metavar="TOKEN", help="token that ends each document, or none (default: the tokenizer's end of text)"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
     return parser

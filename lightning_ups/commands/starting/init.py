@@ -15,10 +15,10 @@ def main(argv: Sequence[str]) -> int:
     """Write the file and print what to do next."""
     parser = ArgumentParser(
         prog="python -m lightning_ups init",
-        description="Copy a recipe as a starting point. `recipes` lists them.",
+        description="Copy a recipe to a file, as a starting point. `recipes` lists all recipes.",
     )
-    parser.add_argument("name", metavar="NAME", help="the recipe")
-    parser.add_argument("--output", metavar="FILE", default=_DEFAULT, help=f"the file to write; {_DEFAULT}")
+    parser.add_argument("name", metavar="NAME", help="name of the recipe")
+    parser.add_argument("--output", metavar="FILE", default=_DEFAULT, help=f"file to write (default: {_DEFAULT})")
     asked = parse_options(parser, argv)
     output = Path(asked.output)
     text = recipes.text(asked.name).replace(_DEFAULT, shell_word(asked.output))

@@ -22,11 +22,11 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="python -m lightning_ups migrate",
         description="Convert settings of DeepSpeed (JSON), Accelerate (YAML) or FSDP (the fsdp_config of transformers)"
-        " to YAML for `fit`. Comments say what each key became, and what has no counterpart.",
-        epilog="python -m lightning_ups migrate ds_config.json > converted.yaml, and then"
-        " fit --config run.yaml --config converted.yaml, where run.yaml has the model and its data.",
+        " to YAML for `fit`. Comments say what each key became, and which keys have no counterpart.",
+        epilog="Example: python -m lightning_ups migrate ds_config.json > converted.yaml, and then python -m"
+        " lightning_ups fit --config run.yaml --config converted.yaml. run.yaml contains your model and data.",
     )
-    parser.add_argument("file", metavar="FILE", help="the settings")
+    parser.add_argument("file", metavar="FILE", help="file with the settings to convert")
     path = Path(parse_options(parser, argv).file)
     name, converted = _converted(path)
     print(f"# {path.name}, of {name}, for `fit --config run.yaml --config THIS`, where run.yaml has model and data.")

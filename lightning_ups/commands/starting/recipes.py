@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """Print one line for each recipe, or the YAML of the recipe that is named."""
     parser = ArgumentParser(
         prog="python -m lightning_ups recipes",
-        description="List the recipes: complete configurations to start from. `init NAME` copies one.",
+        description="List the recipes (complete configurations to start from). `init NAME` copies one to a file.",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="print this recipe as YAML")
     if (name := parse_options(parser, argv).name) is not None:
