@@ -268,9 +268,10 @@ def _required(kind: type) -> list[str]:
 
 def _takes_null(hint: Any) -> bool:
     kinds = [get_origin(each) or each for each in members(hint)]
-    if any(kind is Literal for kind in kinds):
-        return None in _choices(hint)
-    return any(kind in (Any, NoneType, object) or not isinstance(kind, type) for kind in kinds)
+    if any(kind is Literal for kind in kinds) and None in _choices(hint):
+        return True
+    others = [kind for kind in kinds if kind is not Literal]
+    return any(kind in (Any, NoneType, object) or not isinstance(kind, type) for kind in others)
 
 
 def _takes(hint: Any, base: type) -> bool:

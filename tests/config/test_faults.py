@@ -101,6 +101,13 @@ def test_a_right_configuration_has_no_faults(faults):
     assert faults(text) == faults(text, accepted=True) == []
 
 
+def test_null_is_right_for_a_choice_that_may_be_left_out(faults):
+    compiles = "trainer: {callbacks: [{class_path: Compile, init_args: {on_failure: null, scope: auto}}]}\n"
+    assert faults(f"{MODEL}{compiles}") == []
+    (found,) = faults(f"{MODEL}{compiles.replace('auto', 'null')}")
+    assert "scope is null. It takes 'blocks' or 'model' or 'auto'." in found
+
+
 def test_settings_for_the_class_of_another_layer(faults):
     options = Layer(name="the command line", tree={"model": {"init_args": {"wdth": "3"}}})
     assert places(faults(MODEL, options)) == ["the command line"]

@@ -46,8 +46,8 @@ class Conversion:
         self._without |= dict.fromkeys(self._taken(keys), text)
 
     def callback(self, name: str, **settings: Any) -> None:
-        """Add a callback."""
-        self.trainer.setdefault("callbacks", []).append(_written(name, settings))
+        """Add a callback to those of the files before."""
+        self.trainer.setdefault("callbacks+", []).append(_written(name, settings))
 
     def strategy(self, name: str, **settings: Any) -> None:
         """Set the strategy."""

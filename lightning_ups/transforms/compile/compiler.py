@@ -494,7 +494,7 @@ class Compiled:
 class _Block:
     def __init__(self, name: str, module: nn.Module, inner: Forward, *, run: Compiled) -> None:
         self.name, self.inner, self._run = name, inner, run
-        self.is_loss = run.is_loss(name, module)
+        self.is_loss, self._is_chosen_loss = run.is_loss(name, module), name in run.losses
         self._replay = None if self.is_loss else run.replay  # its logits would be copied into a graph's memory
         self.returns_loss = name in run.only_loss
         self.frames = {phase: run.frame_of(self, module, phase) for phase in get_args(Phase)}
@@ -519,7 +519,10 @@ class _Block:
         start, failure, outputs = dynamo.mark(), None, None
         with self._calling:
             try:
-                with self._saving(module, args, kwargs):
+                if self._is_chosen_loss:
+                    with self._saving(module, args, kwargs):
+                        outputs = frame.run(module, *args, **kwargs)
+                else:
                     outputs = frame.run(module, *args, **kwargs)
             except Exception as error:
                 if not isinstance(error, GraphError) and not dynamo.is_compiler_error(error, start):
@@ -598,7 +601,7 @@ class _Block:
     def _saving(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         if self._norms:  # a recomputed batch norm saves its running statistics, which a second call moves
             return saved_at_any_version(self._statistics())
-        if self.name not in self._run.losses or not torch.is_grad_enabled() or in_torch_func():
+        if not self._is_chosen_loss or not torch.is_grad_enabled() or in_torch_func():
             return nullcontext()
         # Uncompiled, a loss may save what it made of the logits instead, and a step may write to the logits then.
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -626,7 +629,7 @@ class _Block:
         kind = (torch.is_inference_mode_enabled(), module.training)
         frame.learn(start, asker=self.name, kind=kind)
         recompiles = self.group.recompiles(frame)
-        if self.name in self._run.losses:
+        if self._is_chosen_loss:
             if len(recompiles) > min(1, self._run.max_recompiles):  # once, for another size
                 self._run.leave_uncompiled(
                     self.group, "training", f"each call fails a guard, the last one {recompiles[-1]}"

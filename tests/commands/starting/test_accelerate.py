@@ -5,7 +5,7 @@ from lightning_ups.commands.starting.accelerate import convert, convert_fsdp, de
 
 def fsdp(**settings):
     found = convert_fsdp(settings).trainer
-    return found["strategy"]["init_args"], found.get("callbacks", [])
+    return found["strategy"]["init_args"], found.get("callbacks+", [])
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_hybrid_sharding_copies_the_model_once_on_each_node():
         ({"distributed_type": "NO", "use_cpu": True, "gradient_accumulation_steps": 4},
          {"accelerator": "cpu", "accumulate_grad_batches": 4}),
         ({"distributed_type": "NO", "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_dynamic": False}},
-         {"accelerator": "gpu", "callbacks": [{"class_path": "Compile", "init_args": {"scope": "auto"}}]}),
+         {"accelerator": "gpu", "callbacks+": [{"class_path": "Compile", "init_args": {"scope": "auto"}}]}),
     ],
 )  # fmt: skip
 def test_other_kinds(source, expected):

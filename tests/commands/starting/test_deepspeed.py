@@ -31,7 +31,7 @@ def trainer(**source):
 def test_stages(zero, strategy):
     found = trainer(zero_optimization=zero)
     assert found["strategy"] == strategy
-    assert "callbacks" not in found
+    assert "callbacks+" not in found
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_stages(zero, strategy):
 def test_the_optimizer_alone_is_offloaded(offload, settings, stage):
     found = trainer(zero_optimization={"stage": stage, "offload_optimizer": offload})
     assert found["strategy"] == {"class_path": "FSDP2Strategy", "init_args": {"sharding": "gradients"}}
-    assert found["callbacks"] == [{"class_path": "OptimizerOffload", "init_args": settings}]
+    assert found["callbacks+"] == [{"class_path": "OptimizerOffload", "init_args": settings}]
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,4 @@ def test_the_rest_of_the_trainer_and_recomputation():
     )
     assert (found["accumulate_grad_batches"], found["gradient_clip_val"]) == (4, 1.0)
     assert "log_every_n_steps" not in found
-    assert [each["class_path"] for each in found["callbacks"]] == ["ActivationCheckpoint", "ActivationOffload"]
+    assert [each["class_path"] for each in found["callbacks+"]] == ["ActivationCheckpoint", "ActivationOffload"]
