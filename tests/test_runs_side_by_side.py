@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.loops import fit_loop
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -79,6 +80,18 @@ class Nested(Callback):
         self.steps += 1
         if self.steps == 2:
             self.run()
+
+
+@pytest.fixture(autouse=True)
+def one_request_for_a_loader_at_a_time(monkeypatch):
+    """Lightning changes the class DataLoader during each, for all threads."""
+    stock, lock = fit_loop._request_dataloader, threading.Lock()
+
+    def request(source):
+        with lock:
+            return stock(source)
+
+    monkeypatch.setattr(fit_loop, "_request_dataloader", request)
 
 
 class Wide(Net):

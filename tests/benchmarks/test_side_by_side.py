@@ -144,6 +144,7 @@ def test_kept_plans_name_scripts_and_options_that_there_are(script, import_bench
             for name in scripts:
                 known = (BENCHMARKS.parent / name).read_text()
                 known += (BENCHMARKS / "cases.py").read_text() if "main(" in known and "from cases" in known else ""
+                known += (BENCHMARKS / "zoo.py").read_text() if "from zoo import" in known else ""
                 for option in (word for word in words if word.startswith("--")):
                     assert f'"{option}"' in known, f"{run.name}: {option}"
     llama, float8 = import_benchmark("llama"), import_benchmark("float8")
