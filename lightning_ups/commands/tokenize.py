@@ -116,9 +116,12 @@ def _write(writer: "TokenWriter", parts: Sequence[Part], work: _Work, *, workers
                     writer.commit()
                     committed = time.monotonic()
                 advance(size)
-    except BaseException:
-        writer.commit()
-        print(f"{writer.path} is not complete. Run the same command again to continue.", file=sys.stderr)
+    except BaseException as error:
+        if isinstance(error, ValueError) and not writer.done:  # of an option, and another may be right
+            writer.discard()
+        else:
+            writer.commit()
+            print(f"{writer.path} is not complete. Run the same command again to continue.", file=sys.stderr)
         raise
     finally:
         writer.close()

@@ -160,6 +160,12 @@ class TokenWriter:
             self._sizes[name] += array.nbytes
         self.done += 1
 
+    def discard(self) -> None:
+        """Remove all files, so that a writer with another recipe may begin."""
+        self.close()
+        for path in self.path.iterdir():
+            path.unlink()
+
     def commit(self) -> None:
         """Make what was appended permanent: an interrupted writer continues after it."""
         if not self._files:

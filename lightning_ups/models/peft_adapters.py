@@ -45,6 +45,10 @@ def write(
         RuntimeError: If what was written differs from the weights.
     """
     transformers = require("transformers", requirement="transformers>=4.50", extra="hf", feature="export --adapters")
+    if not architecture:
+        raise ValueError(
+            'The model\'s config.json does not name its class. Add it, as in "architectures": ["LlamaForCausalLM"].'
+        )
     kind = getattr(transformers, architecture, None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise ValueError(f"{architecture} is not a model of transformers. --adapters builds no other.")

@@ -70,6 +70,15 @@ def test_an_error_in_a_process_is_a_line_and_what_was_done_is_kept(ups, tmp_path
 
 
 @pytest.mark.slow
+def test_after_a_wrong_option_the_right_one_may_follow(ups, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    wrong = ups(*words(tmp_path, tmp_path / "a.jsonl", "out", "--field", "txt"))
+    assert wrong.code == 2
+    assert "to continue" not in wrong.err
+    right = ups(*words(tmp_path, tmp_path / "a.jsonl", "out"))
+    assert right.code == 0, right.err
+
+
 def test_a_killed_command_continues_with_the_same_bytes(ups, tmp_path):
     source = jsonl(tmp_path / "a.jsonl", texts(9000))
     assert ups(*words(tmp_path, source, "whole", "--workers", "1")).code == 0

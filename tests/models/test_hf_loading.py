@@ -7,6 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_ups.models import HFCausalLM
 from lightning_ups.models.hf_loading import from_config, has_plain_head
+from lightning_ups.state.checkpoint import load_weights
 from tests.hf_models import MORE, config, pretrained
 from tests.strategies.cases import two_ranks
 from tests.toys import trainer
@@ -38,6 +39,17 @@ def test_without_a_network_a_name_is_refused_with_the_local_alternative(argument
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match=r"(?s)someone/nothing.*Without a network, name a folder"):
         HFCausalLM(**{argument: "someone/nothing"}).configure_model()
+
+
+def test_weights_for_a_model_that_is_not_built_yet_are_refused_with_what_builds_it(tmp_path):
+    made = HFCausalLM(pretrained=pretrained(tmp_path / "model"))
+    made.configure_model()
+    torch.save({"state_dict": made.state_dict(), "pytorch-lightning_version": "2.6.6"}, tmp_path / "a.ckpt")
+    other = HFCausalLM(pretrained=tmp_path / "model")
+    with pytest.raises(ValueError, match=r"has no weights yet.*configure_model\(\) first"):
+        load_weights(other, tmp_path / "a.ckpt")
+    other.configure_model()
+    load_weights(other, tmp_path / "a.ckpt")
 
 
 class Fitted(HFCausalLM):

@@ -219,6 +219,8 @@ def test_only_models_of_transformers_are_built_and_no_config_imports_a_module(tm
     assert seen["default"].megatron_config is None
     with pytest.raises(ValueError, match="XLORA"):
         peft_adapters.write({}, {}, "LlamaForCausalLM", {"default": {"peft_type": "XLORA"}}, tmp_path, **options)
+    with pytest.raises(ValueError, match='Add it, as in "architectures"'):
+        peft_adapters.write({}, {"model_type": "llama"}, "", {}, tmp_path, **options)
     for name in ("pipeline", "NoSuchModel"):
         with pytest.raises(ValueError, match=rf"{name} is not a model of transformers"):
             peft_adapters.write({}, {"model_type": "llama"}, name, {}, tmp_path, **options)

@@ -299,6 +299,11 @@ def _check_names(reading: _Reading, here: Set[str], there: Set[str]) -> None:
             ", if no optimizer steps what differs. Otherwise begin with the weights that both have: leave out"
             " ckpt_path, and call lightning_ups.state.checkpoint.load_weights with strict=False in on_fit_start"
         )
+        if next(reading.module.parameters(), None) is None:
+            raise ValueError(
+                f"{type(reading.module).__name__} has no weights yet, which those in {reading.path} could replace."
+                " Call its configure_model() first."
+            )
         raise ValueError(
             f"The names in {reading.path} are not those of {type(reading.module).__name__}: {difference}."
             " A weight under another name would be left as it was, or be lost."
