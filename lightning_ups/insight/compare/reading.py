@@ -86,6 +86,8 @@ def read_run(given: str, *, time: str | None = None) -> RunLog:
         return _read_folder(given, path.parent, time=time, manifest=path)
     if path.is_dir():
         return _read_folder(given, path, time=time)
+    if wandb_file(path.parent) == path and not (path.parent / "metrics.csv").exists():
+        return _read_folder(given, path.parent, time=time)
     if ".tfevents." in path.name:
         series, clocks = _events(path)
         return RunLog(name=given, series=series, times=clocks)

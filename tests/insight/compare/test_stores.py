@@ -38,7 +38,7 @@ def test_both_folders_of_a_run_of_wandb(tmp_path):
     (ours,) = logs.glob("project/*")
     (theirs,) = logs.glob("wandb/offline-run-*")
     first, second = whole(ours), whole(theirs)
-    assert first.settings == second.settings
+    assert first.settings == second.settings == whole(next(theirs.glob("*.wandb"))).settings
     assert read_run(str(theirs / "files" / "manifest.json")).series.keys() == first.series.keys()
     with pytest.raises(ValueError, match=r"Name one of its runs, such as .*wandb/offline-run-"):
         read_run(str(logs))
