@@ -38,6 +38,7 @@ _PROBE = "--probe"  # FILE: for the processes that this command starts
 _FOLDER = ".diagnose-"
 _START_S = 120.0  # for imports, data, compilation and warm-up; longer if more minutes are given
 _LIMIT_S = 60.0  # for one experiment; likewise
+_DOUBTFUL = 1.25  # times what the share that a cause takes allows to gain
 _PHASE_NAMES = PHASE_NAMES | {
     "logging": "logging and printing",
     "checkpoint": "checkpoints",
@@ -237,7 +238,10 @@ class _Diagnosis:
 
     def _gain_as_text(self, first: Finding) -> str:
         if self.gain is not None:
-            return f"tried once: {self.gain:.2f} times the mean speed of the runs without it"
+            more = (
+                "" if self.gain * (1 - first.lost) < _DOUBTFUL else ", more than it explains: the machine may be shared"
+            )
+            return f"tried once: {self.gain:.2f} times the mean speed of the runs without it{more}"
         tried = self.trials.get(f"fix: {first.name}")
         if isinstance(tried, str):
             return f"gain not measured: {tried}"

@@ -129,6 +129,7 @@ def test_a_crash_or_a_hang_costs_one_row(folder, quick, monkeypatch, capsys, how
     ("gain", "tried", "said"),
     [
         (1.5, 1.8, "tried once: 1.50 times the mean speed of the runs without it"),
+        (4.0, 1.8, "tried once: 4.00 times the mean speed of the runs without it, more than it explains"),
         (None, "failed: no memory", "gain not measured: failed: no memory"),
         (None, 1.8, "gain not known"),
         (None, None, "not tried"),
