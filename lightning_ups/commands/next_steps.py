@@ -32,7 +32,8 @@ def closing_lines(trainer: Trainer, *, program: str, interrupted: bool = False) 
     if not (any(paths.values()) or interrupted):
         return
     yield ""
-    yield from (f"{what:11} {short_path(path)}" for what, path in paths.items() if path)
+    shown = {what: short_path(path) for what, path in paths.items() if path}
+    yield from (f"{what:11} {path}" for what, path in shown.items() if path != ".")  # as W&B's logger has it
     next_steps = []
     if not interrupted:
         boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]

@@ -1,6 +1,7 @@
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import WandbLogger
 
 from lightning_ups.commands.next_steps import closing_lines
 
@@ -16,3 +17,9 @@ def test_a_checkpoint_elsewhere_keeps_its_name(tmp_path, interrupted):
     kept.best_model_path = "s3://kept/x.ckpt"
     trainer = Trainer(logger=False, callbacks=[kept], default_root_dir=tmp_path, accelerator="cpu")
     assert "checkpoint  s3://kept/x.ckpt" in closing_lines(trainer, program="x", interrupted=interrupted)
+
+
+def test_a_logger_of_the_working_directory_is_not_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(logger=WandbLogger(save_dir=".", offline=True), accelerator="cpu")
+    assert not [line for line in closing_lines(trainer, program="x") if line.startswith("logs")]

@@ -102,7 +102,8 @@ def percent(share: float, *, sign: bool = False) -> str:
 
 def _joined(decisions: Sequence[Decision]) -> Decision:
     verdict = next((each for each in (FAIL, CANNOT_TELL) if any(one.verdict == each for one in decisions)), PASS)
-    return Decision(verdict, ", and ".join(one.reason for one in decisions if verdict in (PASS, one.verdict)))
+    reasons = dict.fromkeys(one.reason for one in decisions if verdict in (PASS, one.verdict))
+    return Decision(verdict, ", and ".join(reasons))
 
 
 def _endings(base: Side, new: Side, metric: str | None) -> Iterator[Decision]:

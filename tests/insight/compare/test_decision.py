@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from lightning_ups.insight.compare import decision
 from lightning_ups.insight.compare.decision import CANNOT_TELL, FAIL, PASS, Band, gate, percent
 from lightning_ups.insight.compare.differences import Side
 from tests.insight.compare.synthetic import losses, run, series, step_times
@@ -240,3 +241,8 @@ def test_percent():
     assert percent(0.0312) == "3.1 %"
     assert percent(0.0312, sign=True) == "+3.1 %"
     assert percent(-0.5) == "-50 %"
+
+
+def test_a_reason_is_given_once():
+    again = [decision.Decision(FAIL, "the loss is worse"), decision.Decision(FAIL, "the loss is worse")]
+    assert decision._joined(again).reason == "the loss is worse"
