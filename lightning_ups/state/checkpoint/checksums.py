@@ -119,8 +119,7 @@ def _sums(view: memoryview, chunk: int) -> list[int]:
         return [checksum(view[start : start + chunk]) for start in range(0, len(view), chunk)]
     count = len(view) // ROW
     if count == 0 and len(view):  # an optimizer has many counters of steps, and NumPy's calls take long for one
-        word = _mixed_number(zlib.crc32(view) + (len(view) << 32))
-        return [word * _first_place() % 2**64]
+        return (_mixed(np.array([zlib.crc32(view) + (len(view) << 32)], dtype="<u8")) * _places(1)).tolist()
     per_chunk, rest = min(chunk // ROW, count + 1), view[count * ROW :]
     sums = np.zeros((-(-len(view) // chunk), per_chunk), dtype="<u8")
     words = np.frombuffer(view, dtype="<u8", count=count * ROW // 8).reshape(count, ROW // 8)
@@ -138,16 +137,6 @@ def _mixed(words: Any) -> Any:
 def _mixed_signed(words: Tensor) -> Tensor:
     words = (words ^ ((words >> 32) & 0xFFFFFFFF)) * _SIGNED_ODD
     return words ^ ((words >> 29) & (2**35 - 1))
-
-
-def _mixed_number(word: int) -> int:
-    word = (word ^ (word >> 32)) * _ODD % 2**64
-    return word ^ (word >> 29)
-
-
-@lru_cache
-def _first_place() -> int:
-    return int(_places(1)[0])
 
 
 @lru_cache
