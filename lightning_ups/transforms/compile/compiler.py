@@ -519,11 +519,7 @@ class _Block:
         start, failure, outputs = dynamo.mark(), None, None
         with self._calling:
             try:
-                if self._is_chosen_loss:
-                    with self._saving(module, args, kwargs):
-                        outputs = frame.run(module, *args, **kwargs)
-                else:
-                    outputs = frame.run(module, *args, **kwargs)
+                outputs = frame.run(module, *args, **kwargs)
             except Exception as error:
                 if not isinstance(error, GraphError) and not dynamo.is_compiler_error(error, start):
                     raise  # from the model itself
@@ -592,7 +588,8 @@ class _Block:
         self._proven.add(phase)
         if self._has_run:
             self.group.proven.add(phase)
-        can_settle = self._has_run and phase == "training" and not self._norms and not (frame.full and frame.differ)
+        saves_as_usual = not (self._norms or self._is_chosen_loss)
+        can_settle = self._has_run and phase == "training" and saves_as_usual and not (frame.full and frame.differ)
         self.is_settled = can_settle and self._run.settles(self.group)
         if self._run.backwards is not None and phase == "training":
             self._run.backwards.watch(outputs, (args, kwargs))
