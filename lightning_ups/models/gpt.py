@@ -95,6 +95,16 @@ class GPTConfig:
         return 6 * weights + 6 * self.num_layers * self.dim * seq_len
 
 
+_LLAMA_3_8B = GPTConfig(
+    dim=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    ffn_dim=14336,
+    vocab_size=128256,
+    max_seq_len=8192,
+    rope_theta=500_000.0,
+)
 SIZES: Mapping[Size, GPTConfig] = MappingProxyType(
     {
         "tiny": GPTConfig(
@@ -114,39 +124,9 @@ SIZES: Mapping[Size, GPTConfig] = MappingProxyType(
             max_seq_len=8192,
             rope_theta=500_000.0,
         ),
-        # Llama 3 8B.
-        "8B": GPTConfig(
-            dim=4096,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            ffn_dim=14336,
-            vocab_size=128256,
-            max_seq_len=8192,
-            rope_theta=500_000.0,
-        ),
-        # Llama 3 8B with 40 blocks in place of 32.
-        "10B": GPTConfig(
-            dim=4096,
-            num_layers=40,
-            num_heads=32,
-            num_kv_heads=8,
-            ffn_dim=14336,
-            vocab_size=128256,
-            max_seq_len=8192,
-            rope_theta=500_000.0,
-        ),
-        # Llama 3 70B.
-        "70B": GPTConfig(
-            dim=8192,
-            num_layers=80,
-            num_heads=64,
-            num_kv_heads=8,
-            ffn_dim=28672,
-            vocab_size=128256,
-            max_seq_len=8192,
-            rope_theta=500_000.0,
-        ),
+        "8B": _LLAMA_3_8B,
+        "10B": replace(_LLAMA_3_8B, num_layers=40),
+        "70B": replace(_LLAMA_3_8B, dim=8192, num_layers=80, num_heads=64, ffn_dim=28672),  # Llama 3 70B
     }
 )
 
@@ -231,9 +211,8 @@ class Block(nn.Module):
 
     @override
     def forward(self, x_BTD: Tensor, documents: Documents | None = None) -> Tensor:
-        packed = (
-            {} if documents is None else {"documents": documents}
-        )  # tensor parallelism expects one positional input
+        # By name, since tensor parallelism expects one positional input.
+        packed = {} if documents is None else {"documents": documents}
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), **packed)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
@@ -423,8 +402,10 @@ class GPTModule(ScheduledAdamW):
         super().__init__()
         self.save_hyperparameters()
         check_choice("size", size, tuple(SIZES), of="GPTModule", why="It names a shape of the model.")
-        why = "It is how the learning rate decays after the warm-up."
-        check_choice("schedule", schedule, get_args(Schedule), of="GPTModule", why=why)
+        self.keep_settings(
+            of="GPTModule", lr=lr, betas=betas, weight_decay=weight_decay, schedule=schedule,
+            warmup_steps=warmup_steps, final_fraction=final_fraction, decay_fraction=decay_fraction, fused=fused,
+        )  # fmt: skip
         given = {
             "vocab_size": vocab_size,
             "max_seq_len": max_seq_len,
@@ -435,9 +416,6 @@ class GPTModule(ScheduledAdamW):
         }
         given = {name: value for name, value in given.items() if value is not None}
         self.config = replace(SIZES[size], **given)
-        self.lr, self.betas, self.weight_decay, self.fused = lr, betas, weight_decay, fused
-        self.schedule: Schedule = schedule
-        self.warmup_steps, self.final_fraction, self.decay_fraction = warmup_steps, final_fraction, decay_fraction
 
     @override
     def on_fit_start(self) -> None:

@@ -93,13 +93,12 @@ class HFCausalLM(ScheduledAdamW):
                 " Give pretrained for trained weights, or config for random ones."
             )
         check_choice("dtype", dtype, get_args(Dtype), of="HFCausalLM", why="It is the dtype of the weights.")
-        why = "It is how the learning rate decays after the warm-up."
-        check_choice("schedule", schedule, get_args(Schedule), of="HFCausalLM", why=why)
+        self.keep_settings(
+            of="HFCausalLM", lr=lr, betas=betas, weight_decay=weight_decay, schedule=schedule,
+            warmup_steps=warmup_steps, final_fraction=final_fraction, decay_fraction=decay_fraction, fused=fused,
+        )  # fmt: skip
         self.pretrained, self.config, self.lora, self.sample = pretrained, config, lora, sample
         self.options = {"dtype": dtype, **(options or {})}
-        self.lr, self.betas, self.weight_decay, self.fused = lr, betas, weight_decay, fused
-        self.schedule: Schedule = schedule
-        self.warmup_steps, self.final_fraction, self.decay_fraction = warmup_steps, final_fraction, decay_fraction
         self.val_loss, self.test_loss = (_MeanOverTokens() for _ in range(2))
 
     @override

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from lightning_ups.optim.muon import MuonWithAdamW
+from lightning_ups.order.arguments import check_choice
 
 Schedule = Literal["cosine", "wsd", "constant"]
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -134,7 +135,7 @@ def factor(
 
 
 class ScheduledAdamW(LightningModule):
-    """A module that trains with `adamw` and `scheduler`, by the arguments that its constructor has stored."""
+    """A module that trains with `adamw` and `scheduler`. Its constructor calls `keep_settings`."""
 
     lr: float
     betas: tuple[float, float]
@@ -144,6 +145,30 @@ class ScheduledAdamW(LightningModule):
     warmup_steps: int
     final_fraction: float
     decay_fraction: float
+
+    def keep_settings(
+        self,
+        *,
+        of: str,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        schedule: Schedule,
+        warmup_steps: int,
+        final_fraction: float,
+        decay_fraction: float,
+        fused: bool | None,
+    ) -> None:
+        """Store the arguments of `adamw` and `scheduler`.
+
+        Raises:
+            ValueError: If the schedule of the class ``of`` is unknown.
+        """
+        why = "It is how the learning rate decays after the warm-up."
+        check_choice("schedule", schedule, get_args(Schedule), of=of, why=why)
+        self.lr, self.betas, self.weight_decay, self.fused = lr, betas, weight_decay, fused
+        self.schedule, self.warmup_steps = schedule, warmup_steps
+        self.final_fraction, self.decay_fraction = final_fraction, decay_fraction
 
     def make_optimizer(self) -> Optimizer:
         """Return the optimizer without its schedule."""

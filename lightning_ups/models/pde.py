@@ -287,8 +287,10 @@ class PDEModule(ScheduledAdamW):
         super().__init__()
         self.save_hyperparameters()
         check_choice("size", size, tuple(SIZES), of="PDEModule", why="It names a shape of the model.")
-        why = "It is how the learning rate decays after the warm-up."
-        check_choice("schedule", schedule, get_args(Schedule), of="PDEModule", why=why)
+        self.keep_settings(
+            of="PDEModule", lr=lr, betas=betas, weight_decay=weight_decay, schedule=schedule,
+            warmup_steps=warmup_steps, final_fraction=final_fraction, decay_fraction=decay_fraction, fused=fused,
+        )  # fmt: skip
         why = "It trains the matrices of hidden layers."
         check_choice("optimizer", optimizer, get_args(OptimizerName), of="PDEModule", why=why)
         check_finite("high_frequency_weight", high_frequency_weight, of="PDEModule", why="It is added to the loss.")
@@ -301,9 +303,6 @@ class PDEModule(ScheduledAdamW):
         self.model = PDETransformer(self.config)
         self.detach, self.high_frequency_weight, self.high_frequency = detach, high_frequency_weight, high_frequency
         self.optimizer_name: OptimizerName = optimizer
-        self.lr, self.betas, self.weight_decay, self.fused = lr, betas, weight_decay, fused
-        self.schedule: Schedule = schedule
-        self.warmup_steps, self.final_fraction, self.decay_fraction = warmup_steps, final_fraction, decay_fraction
         self.val_nrmse, self.val_nrmse_rollout = NRMSE(), NRMSE()
         self.val_unchanged, self.val_unchanged_rollout = NRMSE(), NRMSE()
         self.val_correlation_steps = CorrelationTime(threshold=correlation)
