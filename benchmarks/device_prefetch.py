@@ -82,14 +82,15 @@ class Batches(Dataset[Tensor]):
 
 
 class Clock(Callback):
-    """Times the steps after the first WARM."""
+    """Notes when ``steps`` steps begin and end that follow the first ``warm``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, warm: int, steps: int) -> None:
+        self._ends = warm, warm + steps
         self.times: list[float] = []
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step in (WARM, WARM + STEPS):
+        if trainer.global_step in self._ends:
             self.times.append(now())
 
 
@@ -107,7 +108,7 @@ def trained(num_bytes: int, loader: Loader, *callbacks: Callback) -> dict[str, A
     else:
         data = DataLoader(Batches(num_bytes, pinned=False), batch_size=None, num_workers=2, pin_memory=ON_GPU)
     torch.manual_seed(0)
-    module, clock = Products(reads=loader == "workers"), Clock()
+    module, clock = Products(reads=loader == "workers"), Clock(warm=WARM, steps=STEPS)
     if ON_GPU:
         gc.collect()  # what the run before held would count as this one's
         torch.cuda.reset_peak_memory_stats()

@@ -16,7 +16,6 @@ On a CPU all sizes are tiny, so that the script can be tried.
 import statistics
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,10 +25,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from cases import main
+from device_prefetch import Clock
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, RandomSampler
-from typing_extensions import override
 
 from lightning_ups import AccelerationFlags, BF16Precision, Compile
 from lightning_ups._compat.optional.tokenizers import Encoder, load_encoding
@@ -69,20 +68,6 @@ def module_of(size: Any, seq_len: int) -> GPTModule:
     return GPTModule(size=size, vocab_size=257, max_seq_len=seq_len, warmup_steps=10)
 
 
-class Clock(Callback):
-    """Times the steps after the first WARM."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step in (WARM, WARM + STEPS):
-            if ON_GPU:
-                torch.cuda.synchronize()
-            self.times.append(time.perf_counter())
-
-
 def trained(rows: PackedRows, side: Side, size: Any, seq_len: int) -> float:
     """Train once, and return the positions in a second."""
     sampler = RandomSampler(rows, replacement=True, num_samples=BATCH * (WARM + STEPS))
@@ -91,7 +76,7 @@ def trained(rows: PackedRows, side: Side, size: Any, seq_len: int) -> float:
         collate_fn=partial(taken, side=side),
     )  # fmt: skip
     fast = [Compile(), AccelerationFlags(attention="auto")] if ON_GPU else []
-    clock = Clock()
+    clock = Clock(warm=WARM, steps=STEPS)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             accelerator="gpu" if ON_GPU else "cpu", devices=1, max_steps=WARM + STEPS, callbacks=[*fast, clock],
