@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lightning_ups.__main__ import main
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 MODULES = sorted(p for p in (ROOT / "lightning_ups").rglob("*.py"))
@@ -177,3 +179,13 @@ def test_readmes_python_runs(tmp_path, monkeypatch):
     quick = code.replace("max_steps=100", quiet).replace("Compile()", "Compile(backend='aot_eager')")
     assert quick.count(quiet) == quick.count("aot_eager") == 1  # two steps, and not by Inductor: the rest as it stands
     exec(compile(quick, "README.md", "exec"), {})
+
+
+def test_readmes_yaml_runs(tmp_path, monkeypatch):
+    (text,) = blocks((ROOT / "README.md").read_text(), "yaml")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # set by the command line, and put back with this
+    Path("run.yaml").write_text(text)
+    few = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.accelerator=cpu"]
+    assert main(["fit", "--config", "run.yaml", *few]) == 0
+    assert [*tmp_path.rglob("*manifest*.json")]
