@@ -37,7 +37,7 @@ def test_a_new_float8_recipe(tmp_path):
     try:
         executed("lightning_ups/transforms/float8/recipes.py", {**vars(recipes), "weight_only": made["weight_only"]})
         trains_and_is_undone("weight_only", tmp_path)
-        assert row_of(RECIPES["weight_only"], SNIPPETS["docs/precision.md"].splitlines())
+        assert row_of(RECIPES["weight_only"], SNIPPETS["docs/guides/precision.md"].splitlines())
     finally:
         RECIPES.pop("weight_only", None)
 

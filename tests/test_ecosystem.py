@@ -1,4 +1,4 @@
-"""What docs/ecosystem.md says of torchmetrics, and of settings that Hydra makes."""
+"""What docs/guides/ecosystem.md says of torchmetrics, and of settings that Hydra makes."""
 
 import re
 from collections import UserList
@@ -113,7 +113,7 @@ def test_lists_that_are_no_list_are_accepted(tmp_path):
 
 
 def test_hydra_files_of_the_page_name_what_exists():
-    text = (Path(__file__).parent.parent / "docs" / "ecosystem.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "guides" / "ecosystem.md").read_text()
     targets = []
     for block in re.findall(r"```text\n(.*?)```", text, re.S):
         tree = yaml.safe_load(block)

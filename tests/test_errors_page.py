@@ -1,4 +1,4 @@
-"""docs/errors.md shows what is printed: each input of it is run."""
+"""docs/guides/errors.md shows what is printed: each input of it is run."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from lightning_utilities.core import imports
 
 from lightning_ups.__main__ import main
 
-PAGE = (Path(__file__).parent.parent / "docs/errors.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs/guides/errors.md").read_text()
 (GOOD,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 (BARE,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]

@@ -1,4 +1,4 @@
-"""Lightning's Fabric: what docs/fabric.md offers works there, and what cannot work is refused by name."""
+"""Lightning's Fabric: what docs/guides/fabric.md offers works there, and what cannot work is refused by name."""
 
 import re
 from contextlib import ExitStack, contextmanager
@@ -21,7 +21,7 @@ from lightning_ups.transforms.recompute import recompute
 from tests import fake_te
 from tests.toys import Net
 
-PAGE = Path(__file__).parent.parent / "docs" / "fabric.md"
+PAGE = Path(__file__).parent.parent / "docs" / "guides" / "fabric.md"
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -1,4 +1,4 @@
-"""Validation, test and prediction under each preset, as docs/inference.md says, on a CPU."""
+"""Validation, test and prediction under each preset, as docs/guides/inference.md says, on a CPU."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from lightning_ups.callbacks import AccelerationFlags
 from lightning_ups.config import presets
 from tests.toys import Net, trainer
 
-PAGE = Path(__file__).parent.parent / "docs" / "inference.md"
+PAGE = Path(__file__).parent.parent / "docs" / "guides" / "inference.md"
 HERE = {"Compile": {"backend": "aot_eager"}, "Float8Precision": {"emulate": True, "filter": "all"}}  # what a CPU can do
 FOR_TRAINING = ("ActivationCheckpoint", "ActivationOffload", "OptimizerOffload")  # parts that do nothing in prediction
 ONES = [torch.ones(rows, length, 16) / (1 + rows) for rows, length in ((4, 8), (4, 8), (2, 8), (4, 5), (1, 3))]

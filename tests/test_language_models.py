@@ -1,4 +1,4 @@
-"""The commands of docs/language_models.md, with a tiny model that needs no network."""
+"""The commands of docs/guides/language_models.md, with a tiny model that needs no network."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-PAGE = (Path(__file__).parent.parent / "docs" / "language_models.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "guides" / "language_models.md").read_text()
 NAME = "Qwen/Qwen3-0.6B"
 
 

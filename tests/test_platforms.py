@@ -1,4 +1,4 @@
-"""What docs/hardware.md says of cards and platforms that are not here."""
+"""What docs/guides/hardware.md says of cards and platforms that are not here."""
 
 import os
 import re
@@ -33,7 +33,7 @@ from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.transforms import flags
 from tests.toys import Net, loader, trainer
 
-PAGE = Path(__file__).parent.parent / "docs" / "hardware.md"
+PAGE = Path(__file__).parent.parent / "docs" / "guides" / "hardware.md"
 ROWS = [
     [cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| .*\d\.\d .*", PAGE.read_text(), re.M)
 ]

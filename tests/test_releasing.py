@@ -1,4 +1,4 @@
-"""What docs/releasing.md promises about names and versions."""
+"""What docs/development/releasing.md promises about names and versions."""
 
 import importlib
 import re
@@ -13,7 +13,7 @@ from tests.test_public import ROOMS
 from tests.toys import Net, loader, trainer
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "releasing.md").read_text()
+PAGE = (ROOT / "docs" / "development" / "releasing.md").read_text()
 
 
 def test_the_version_is_the_same_everywhere():

@@ -44,7 +44,7 @@ def test_the_recorded_peaks(plan):
 
 
 def test_the_page_has_the_recorded_peaks(plan):
-    page = (BENCHMARKS.parent / "docs" / "plan.md").read_text()
+    page = (BENCHMARKS.parent / "docs" / "guides" / "plan.md").read_text()
     rows = re.findall(r"^\| (.+) \| ([\d.]+) \| ([\d.]+) \| ([-+][\d.]+%) \| (yes|no) \|$", page, flags=re.MULTILINE)
     assert [name for name, *_ in rows] == [*plan.recorded()]
     for name, planned, measured, error, seen in rows:

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text()
-MEASURED = (ROOT / "docs" / "measured.md").read_text()
+MEASURED = (ROOT / "docs" / "results" / "measured.md").read_text()
 SPEEDS = ("tok_s_gpu", "tokens_per_s_per_gpu", "tok_s")
 OURS, TITAN, BARE = {"side": "ours"}, {"side": "torchtitan"}, {"side": "bare"}
 SIMPLE, FSDP2 = ({"way": way, "cache": "cold"} for way in ("SimpleFSDP", "FSDP2, blocks compiled"))
@@ -79,7 +79,7 @@ def as_told(value: float, told: str) -> str:
 def row(piece: str) -> tuple[list[str], Path]:
     """Return the cells of the row that has ``piece``, and the folder of its raw output."""
     (line,) = [line for line in rows(MEASURED) if piece in line]
-    return line.split("|")[1:-1], (ROOT / "docs" / raw_output(line, MEASURED)).resolve()
+    return line.split("|")[1:-1], (ROOT / "docs" / "results" / raw_output(line, MEASURED)).resolve()
 
 
 def rows(text: str) -> list[str]:
@@ -159,7 +159,7 @@ def test_what_was_predicted_and_measured_is_as_told(model):
     steps = [json.loads((found / f"measure_{model}_{name}.json").read_text())["step_ms"] for name in names]
     gains = [predicted["gain_all"], steps[0] / steps[1] - 1, predicted["gain_auto"], steps[0] / steps[2] - 1]
     told = {"1B": "GPT 1.5 B", "150M": "GPT 150 M", "vit": "ViT-L", "mixed": "six blocks", "narrow": "twelve blocks"}
-    page = (ROOT / "docs" / "advise.md").read_text()
+    page = (ROOT / "docs" / "guides" / "advise.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith(f"| {told[model]}"))
     assert re.findall(r"[+-][\d.]+(?= %)", line) == [f"{100 * gain:+.1f}" for gain in gains]
     assert max(abs(gains[0] - gains[1]), abs(gains[2] - gains[3])) < 0.05
@@ -174,7 +174,7 @@ def test_what_auto_gained_beside_bfloat16_in_one_call_is_as_told():
     predicted = json.loads((RESULTS / "2026-11-24_float8_predictions" / "predict_150M.json").read_text())["gain_auto"]
     gain = bf16 / auto - 1
     assert abs(gain - predicted) < 0.05
-    assert f"{100 * gain:+.1f} % beside bfloat16 in one call" in (ROOT / "docs" / "advise.md").read_text()
+    assert f"{100 * gain:+.1f} % beside bfloat16 in one call" in (ROOT / "docs" / "guides" / "advise.md").read_text()
     text = (folder / "README.md").read_text()
     assert f"| {bf16:.2f} |" in text
     assert f"| {auto:.2f} | {100 * gain:+.1f} % | {100 * predicted:+.1f} % |" in text
@@ -194,7 +194,7 @@ def test_speeds_and_losses_by_recipe_are_as_told():
         ends[f"losses_hybrid_seed_{seed}"] = ends[f"losses_tensorwise_seed_{seed}"]
         ends[f"losses_tensorwise_seed_{seed}"] = formats(f"losses_tensorwise_without_e5m2_seed_{seed}")
     ratios["hybrid"], peaks["hybrid"] = ratios.pop("tensorwise_hybrid"), peaks.pop("tensorwise_hybrid")
-    page = (ROOT / "docs" / "precision.md").read_text().partition("### What it costs")[2].partition("###")[0]
+    page = (ROOT / "docs" / "guides" / "precision.md").read_text().partition("### What it costs")[2].partition("###")[0]
     assert re.findall(r"which\sare (\S+), (\S+) and (\S+):", page) == [
         tuple(f"{ends[f'losses_bf16_seed_{seed}']:.3f}" for seed in (0, 1, 2))
     ]
@@ -228,7 +228,7 @@ def formats(name: str) -> float:
 def test_the_losses_of_two_formats_are_as_told():
     folder = RESULTS / "2026-11-25_float8_formats"
     text = (folder / "README.md").read_text()
-    large = (ROOT / "docs" / "precision.md").read_text()
+    large = (ROOT / "docs" / "guides" / "precision.md").read_text()
     above = {"e4m3": [], "e5m2": []}
     for seed in (0, 1):
         plain = formats(f"losses_8B_bf16_seed_{seed}")
@@ -271,7 +271,7 @@ def test_each_fault_is_named_in_what_was_verified():
     assert all(case["green"] and {*case["faults"].values()} == {"model.layers.11"} for case in cases)
     assert all(len(case["faults"]) == 4 for case in cases)
     powers = sorted(case["smallest fault, in bands"] for case in cases)
-    text = (ROOT / "docs" / "verify.md").read_text()
+    text = (ROOT / "docs" / "guides" / "verify.md").read_text()
     for power in (powers[0], max(power for power in powers if power < 10), powers[-1]):
         assert f"{power:.1f}" in text
 
@@ -279,7 +279,7 @@ def test_each_fault_is_named_in_what_was_verified():
 def test_how_long_a_save_blocks_is_as_told():
     folder = RESULTS / "2026-11-24_checkpoint_blocking"
     behind, at_once = (run for way in ("async", "sync") for run in runs(folder, {"way": way}))
-    text = (ROOT / "docs" / "checkpoints.md").read_text()
+    text = (ROOT / "docs" / "guides" / "checkpoints.md").read_text()
     (first, *later), blocked = behind["blocked_s_slowest_rank"], at_once["blocked_s_slowest_rank"]
     assert f"| {first:.2f} s the first time, then {max(later):.2f} s |" in text
     assert f"| {min(blocked):.2f} to {max(blocked):.2f} s |" in text
@@ -340,7 +340,7 @@ def test_what_narrow_blocks_take_is_as_told(folder):
 
 
 def test_a_warm_start_is_as_told():
-    folder, page = RESULTS / "2026-11-24_compile_cache", (ROOT / "docs" / "compile.md").read_text()
+    folder, page = RESULTS / "2026-11-24_compile_cache", (ROOT / "docs" / "guides" / "compile.md").read_text()
     cold, warm = (runs(folder, {"case": f"bf16, {kind}"})[0] for kind in ("cold", "warm"))
     assert warm["loaded"] == cold["saved"] > 0
     assert warm["losses"][0] == cold["losses"][0]
@@ -396,7 +396,7 @@ def test_readmes_rows_are_among_those_of_the_page():
     def figures(line: str) -> list[str]:
         return re.findall(r"(?<!\w)\d+(?:\.\d+)*", re.sub(r"\]\[\d+\]", "]", "|".join(line.split("|")[2:-1])))
 
-    known = [(raw_output(line, MEASURED).removeprefix("../"), figures(line)) for line in rows(MEASURED)]
+    known = [(raw_output(line, MEASURED).removeprefix("../../"), figures(line)) for line in rows(MEASURED)]
     found = [(raw_output(line, README), figures(line)) for line in rows(README)]
     assert found
     assert all(row in known for row in found)
@@ -425,7 +425,7 @@ def test_the_mean_that_is_told_beside_a_median():
     ],
 )
 def test_the_pages_tables_are_those_of_the_raw_output(page, name, sides):
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = (ROOT / "docs" / "guides" / f"{page}.md").read_text()
     assert f"benchmarks/results/{name}/README.md" in text
     for side in sides:
         told = f"{speed(RESULTS / name, side):,.0f}".replace(",", " ")
@@ -437,7 +437,7 @@ def test_the_errors_of_the_physics_example_are_as_told():
     last = [row for row in rows if row["val_error"]][-1]
     names = ("val_error", "val_unchanged", "val_error_far", "val_unchanged_far")
     (paragraph,) = re.findall(
-        r"After 300 steps.*?2026-11-24_pde", (ROOT / "docs" / "pde.md").read_text(), flags=re.DOTALL
+        r"After 300 steps.*?2026-11-24_pde", (ROOT / "docs" / "guides" / "pde.md").read_text(), flags=re.DOTALL
     )
     told = re.findall(r"\d\.\d+", paragraph)
     assert told == [as_told(float(last[name]), value) for name, value in zip(names, told, strict=True)]

@@ -23,7 +23,7 @@ def test_from_a_file_to_a_surrogate_with_pictures(tmp_path):
         assert len(EventAccumulator(str(logs)).Reload().Images(name)) == 2
         assert f'alt="{name}" src="data:image/png' in (logs / "report.html").read_text()
 
-    # As docs/pde.md uses what was trained.
+    # As docs/guides/pde.md uses what was trained.
     path = tmp_path / said("checkpoint", out)
     module = PDEModule.load_from_checkpoint(path)
     known = torch.load(path, weights_only=True)["StoredFields"]

@@ -1,4 +1,4 @@
-"""How often devices talk in one optimizer step of four microbatches; the table of docs/fsdp2.md."""
+"""How often devices talk in one optimizer step of four microbatches; the table of docs/guides/fsdp2.md."""
 
 from collections import Counter
 from pathlib import Path
@@ -94,6 +94,6 @@ def test_copies_are_reduced_once(four_ranks, tmp_path, strategy, expected):
 
 
 def test_the_table_in_the_docs_is_this_one():
-    text = Path("docs/fsdp2.md").read_text()
+    text = Path("docs/guides/fsdp2.md").read_text()
     for name, (_, counts) in TABLE.items():
         assert f"| {name} | {' | '.join(map(str, counts))} |" in text

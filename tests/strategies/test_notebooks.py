@@ -1,4 +1,4 @@
-"""Notebooks: cells that IPython runs, as Jupyter's kernel does. docs/notebooks.md describes what works there."""
+"""Notebooks: cells that IPython runs, as Jupyter's kernel does. docs/guides/notebooks.md describes what works there."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ def run_cells(folder, *cells):
 
 
 def test_cells_of_the_page_train_on_one_device_and_train_again(tmp_path):
-    page = [*blocks((ROOT / "docs/notebooks.md").read_text(), "python")]
+    page = [*blocks((ROOT / "docs/guides/notebooks.md").read_text(), "python")]
     last = "print('LAST', trainer.global_step, type(trainer.strategy).__name__)"
     simple = "from lightning_ups.strategies import *; trainer = L.Trainer(strategy=SimpleFSDPStrategy(), devices=1)"
     left = "import os; print('PORT', os.environ.get('MASTER_PORT'))"  # which a script of the next cell would inherit
@@ -55,7 +55,7 @@ def test_cells_of_the_page_train_on_one_device_and_train_again(tmp_path):
 
 
 def test_ddp_notebook_trains_after_a_strategy_of_this_package(tmp_path):
-    first = next(blocks((ROOT / "docs/notebooks.md").read_text(), "python"))
+    first = next(blocks((ROOT / "docs/guides/notebooks.md").read_text(), "python"))
     forks = """
 trainer = L.Trainer(strategy="ddp_notebook", accelerator="cpu", devices=2, max_epochs=2, logger=False)
 trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=8))

@@ -117,7 +117,7 @@ def test_the_page_says_how_good_choices_are_in_cuda_graphs(h200, monkeypatch):
         trains: [behind(measured, trains=trains, replayed=True) for measured in HELD_OUT] for trains in (True, False)
     }
     largest, mean = ("{:.1%} ({:.1%})".format(*map(of, parts.values())).replace("%", " %") for of in (max, fmean))
-    page = (Path(__file__).parents[3] / "docs" / "attention.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "attention.md").read_text()
     assert f"| the {len(HELD_OUT)}, in CUDA graphs, no host counted | {largest} | 0 (0) | {mean} |" in page
 
 

@@ -10,7 +10,7 @@ from lightning_ups.transforms.float8 import RECIPES, float8_linears, register
 from lightning_ups.transforms.te import RECIPES as ENGINE_RECIPES
 from tests.precision.test_float8 import Wide, fit
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs" / "guides"
 
 
 class HalfLinear(nn.Linear):

@@ -1,0 +1,42 @@
+"""Hooks of the site: what MkDocs asks for while it builds."""
+
+import os
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(\]\(|^\[[^\]]+\]: )([^)\s#]+)", re.MULTILINE)
+
+
+def outside(page: str, target: str) -> Path | None:
+    """Return the file that a link of a page leads to, if it is in the repository but not below ``docs/``."""
+    if re.match(r"\w+:", target):
+        return None
+    path = (ROOT / "docs" / page).parent / target
+    path = Path(os.path.normpath(path))
+    return path.relative_to(ROOT) if path.is_file() and not path.is_relative_to(ROOT / "docs") else None
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what pages link to outside of ``docs/``, such as raw results, as plain text below ``source/``."""
+    targets = set()
+    for page in files.documentation_pages():
+        targets |= {outside(page.src_uri, target) for _, target in LINK.findall(page.content_string)}
+    for target in sorted(targets - {None}):
+        files.append(File.generated(config, f"source/{target}.txt", content=(ROOT / target).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links to files outside of ``docs/`` lead to their copies."""
+    here = os.path.dirname(page.file.src_uri)
+
+    def copied(link: re.Match) -> str:
+        target = outside(page.file.src_uri, link[2])
+        return link[1] + (os.path.relpath(f"source/{target}.txt", here or ".") if target else link[2])
+
+    return LINK.sub(copied, markdown)
