@@ -46,12 +46,13 @@ class Content:
 
 
 def page(content: Content) -> str:
-    """Return the page as HTML."""
+    """Return the page as HTML. Its style changes nothing outside it, such as the notebook that shows it."""
     body = "\n".join(_body(content))
     return readable(
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<!doctype html>\n<html lang="en" style="color-scheme:light dark"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(content.title)}</title><style>{_STYLE}</style></head>\n<body><main>\n{body}\n</main></body></html>\n"
+        f"<title>{escape(content.title)}</title><style>{_STYLE}</style></head>\n"
+        f'<body style="margin:0"><div class="{_SCOPE}"><main>\n{body}\n</main></div></body></html>\n'
     )
 
 
@@ -129,6 +130,18 @@ def _manifest(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield f"<details><summary>{escape(str(name))}</summary><pre>{escape(text)}</pre></details>"
 
 
+def _scoped(style: str) -> str:
+    """Let each rule of ``style`` apply only to what is inside the page."""
+
+    def scoped(match: re.Match[str]) -> str:
+        if match[0].startswith("@"):
+            return match[0]
+        return ",".join(f".{_SCOPE} {selector}" for selector in match[1].split(",")).replace(" :scope", "") + "{"
+
+    return re.sub(r"([^{}\n]+)\{", scoped, style)
+
+
+_SCOPE = "lightning-ups"
 _COLORS = (  # distinguishable with color blindness, on white and on black
     ("#2a6fbb", "#6aa9e9"),
     ("#d1671f", "#f0955a"),
@@ -145,12 +158,12 @@ _SERIES = "".join(
     f".s{index}{{stroke:var(--k{index})}}.c{index}{{fill:var(--k{index})}}.b{index}{{background:var(--k{index})}}"
     for index in range(len(_COLORS))
 )
-_STYLE = f"""
-:root{{--bg:#fff;--fg:#1b1f24;--soft:#5b6570;--line:#e2e6ea;--box:#f6f8fa;--good:#1f7a3d;--bad:#b3261e;{_LIGHT}}}
-@media(prefers-color-scheme:dark){{:root{{--bg:#12151a;--fg:#e6e9ed;--soft:#9aa4af;--line:#2b3138;--box:#1a1f26;
+_STYLE = _scoped(f"""
+:scope{{--bg:#fff;--fg:#1b1f24;--soft:#5b6570;--line:#e2e6ea;--box:#f6f8fa;--good:#1f7a3d;--bad:#b3261e;{_LIGHT}}}
+@media(prefers-color-scheme:dark){{:scope{{--bg:#12151a;--fg:#e6e9ed;--soft:#9aa4af;--line:#2b3138;--box:#1a1f26;
 --good:#5ac27f;--bad:#ff8a80;{_DARK}}}}}
 *{{box-sizing:border-box}}
-body{{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}}
+:scope{{background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}}
 main{{max-width:1080px;margin:0 auto;padding:24px 16px 64px;overflow-wrap:anywhere}}
 h1{{font-size:24px;margin:0}}
 h2{{font-size:17px;margin:32px 0 8px}}
@@ -187,4 +200,4 @@ details{{border-bottom:1px solid var(--line)}}
 summary{{cursor:pointer;padding:6px 0}}
 pre{{overflow-x:auto;font-size:12px;background:var(--box);padding:12px;border-radius:6px}}
 {_SERIES}
-"""
+""")

@@ -91,3 +91,14 @@ def test_names_may_be_anything():
     assert "\x00" not in text
     assert "7 further curves are not drawn" in text
     assert "\u635f\u5931" in text
+
+
+def test_a_notebook_that_shows_the_page_keeps_its_style():
+    text = page(FULL)
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    selectors = [each.strip() for group in re.findall(r"([^{}]+)\{", style) for each in group.split(",")]
+    assert len(selectors) > 50
+    assert all(each.startswith((".lightning-ups", "@media")) for each in selectors)
+    # A notebook drops these tags and keeps the rest; the page on its own has no margin and a dark background.
+    assert '<html lang="en" style="color-scheme:light dark">' in text
+    assert '<body style="margin:0"><div class="lightning-ups"><main>' in text
