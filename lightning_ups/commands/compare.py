@@ -23,6 +23,7 @@ from lightning_ups.insight.compare import (
     Side,
     different_settings,
     effects,
+    interval,
     kind_of_times,
     percent,
     read_run,
@@ -95,15 +96,14 @@ def sides_of(asked: argparse.Namespace) -> list[Side]:
     groups = groups if len(groups) > 1 else [[word] for word in groups[0]]
     paths = [os.path.abspath(group[0]) for group in groups]
     shared = os.path.commonpath([os.path.dirname(path) for path in paths])
-    names = [
-        os.path.relpath(path, shared) + (f" and {len(group) - 1} more" if group[1:] else "")
-        for path, group in zip(paths, groups, strict=True)
-    ]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"{twice} is given twice. Name each run once.")
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        raise ValueError(f"{os.path.relpath(twice, shared)} is given twice. Name each run once.")
+    runs = [[read_run(each, time=asked.time) for each in group] for group in groups]
+    titles = [of[0].title for of in runs]
+    if not all(titles) or len({*titles}) < len(titles):
+        titles = [os.path.relpath(path, shared) for path in paths]
     return [
-        Side(name, [read_run(each, time=asked.time) for each in group])
-        for name, group in zip(names, groups, strict=True)
+        Side(title + (f" and {len(of) - 1} more" if of[1:] else ""), of) for title, of in zip(titles, runs, strict=True)
     ]
 
 
@@ -199,8 +199,8 @@ def _row(effect: Effect) -> tuple[str, ...]:
     shown = [_value(effect, value) for value in (effect.base, effect.new)]
     found = effect.difference
     as_text = (lambda each: percent(each, sign=True)) if effect.relative else (lambda each: f"{each:+.3g}")
-    interval = f"{as_text(found.low)} to {as_text(found.high)}" if isfinite(found.low) else "-"
-    return (effect.name, *shown, as_text(found.value), interval, effect.verdict, effect.note)
+    ends = interval(found, relative=effect.relative) if isfinite(found.low) else "-"
+    return (effect.name, *shown, as_text(found.value), ends, effect.verdict, effect.note)
 
 
 def _value(effect: Effect, value: float) -> str:

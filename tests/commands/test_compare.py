@@ -1,6 +1,8 @@
 """`compare` on files, and on two real runs."""
 
 import json
+from argparse import Namespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_ups.callbacks import RunManifest, TokenThroughput
+from lightning_ups.commands import compare
 from tests.command import assert_short, folder, ups  # noqa: F401
-from tests.insight.compare.synthetic import losses, step_times
+from tests.insight.compare.synthetic import losses, run, step_times
 from tests.toys import Net, trainer
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -82,8 +85,6 @@ def test_json_and_html(ups, logs, folder):  # noqa: F811
 def test_a_terminal_gets_a_table(logs, monkeypatch, capsys):
     from rich.console import Console
 
-    from lightning_ups.commands import compare
-
     monkeypatch.setattr(compare, "Console", lambda **_: Console(force_terminal=True, width=200))
     assert compare.main([logs(0), logs(2)]) == 0
     assert "\x1b[1;33m" in capsys.readouterr().out  # what is significant is bold
@@ -98,6 +99,20 @@ def test_errors_are_short(ups, logs, folder):  # noqa: F811
     assert_short(ups("compare", logs(0), logs(1), "--jsn", "x"), "Did you mean '--json'?")
     assert_short(ups("compare", logs(0), logs(1), "--json", "none/x.json"), "none/x.json", "cannot be written")
     assert_short(ups("compare", logs(0), logs(1), "--time", "dt"), "has no column 'dt'")
+
+
+def test_runs_that_have_names_are_shown_by_them(monkeypatch):
+    def named(path, *, time):
+        return replace(run(path, loss=losses(0)), title="" if path == "plain" else path.rpartition("/")[2])
+
+    monkeypatch.setattr(compare, "read_run", named)
+    for runs, names in (
+        (["1/7f/slow", "1/8a/fast"], ["slow", "fast"]),
+        (["1/7f/same", "1/8a/same"], ["7f/same", "8a/same"]),
+        (["1/7f/slow", "plain"], ["1/7f/slow", "plain"]),
+        (["7f/slow", "7f/b", "vs", "8a/fast", "8a/b"], ["slow and 1 more", "fast and 1 more"]),
+    ):
+        assert [side.name for side in compare.sides_of(Namespace(runs=runs, time=None))] == names
 
 
 def notes(done):

@@ -9,13 +9,14 @@ from typing import Any
 
 from lightning_ups._compat.optional.packages import has
 
+RUN_NAME = "run name"  # among the settings of a run that has one
 _BLOCK = 32768  # a file is a log of LevelDB with a header of its own
 _HEADER = b":W&B"
 _WHOLE, _LAST = 1, 4  # kinds of fragments that end a record
 
 
 def read_wandb(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the history of a run, a dict for each row, and its configuration.
+    """Return the history of a run, a dict for each row, and its configuration, to which ``RUN_NAME`` is added.
 
     Raises:
         ValueError: If wandb is not installed or the file is not one that it wrote.
@@ -32,6 +33,7 @@ def read_wandb(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
                 history.append(_items(record.history.item))
             elif kind in ("run", "config"):
                 config |= _items((record.run.config if kind == "run" else record.config).update)
+                config |= {RUN_NAME: record.run.display_name} if record.run.display_name else {}
     except decoding.DecodeError as error:
         raise ValueError(f"{path} is damaged: {error}. Export the history as CSV instead.") from error
     return history, {name: value for name, value in config.items() if name != "_wandb"}

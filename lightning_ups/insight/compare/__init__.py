@@ -1,6 +1,6 @@
 """Compare runs by their files: what differed, what effect it had, and whether that is more than noise."""
 
-from lightning_ups.insight.compare.decision import CANNOT_TELL, FAIL, PASS, Band, gate, percent
+from lightning_ups.insight.compare.decision import CANNOT_TELL, FAIL, PASS, Band, gate, interval, percent
 from lightning_ups.insight.compare.differences import (
     MEAN_STEP,
     STEP,
@@ -24,6 +24,7 @@ __all__ = [
     "different_settings",
     "effects",
     "gate",
+    "interval",
     "kind_of_times",
     "percent",
     "read_run",

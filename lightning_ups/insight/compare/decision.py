@@ -24,6 +24,7 @@ class Band:
 
 
 _ALLOWED = Band(0.02, relative=True)  # of steps and of a loss, if nothing is asked for
+_WIDE = 10  # times base's value, more and less: an interval without use
 _MOST = 30  # times as many steps or runs: what is worth a try
 
 
@@ -100,6 +101,14 @@ def percent(share: float, *, sign: bool = False) -> str:
     return f"{100 * share:{'+' if sign else ''}.{1 if abs(share) < 0.1 else 0}f} %"
 
 
+def interval(found: Estimate, *, relative: bool) -> str:
+    """Return both ends of the 99 % interval of a difference, or that it is too wide to be of use."""
+    if relative and found.low < -_WIDE / (1 + _WIDE) and found.high > _WIDE:
+        return "too wide to tell"
+    low, high = (percent(each, sign=True) if relative else f"{each:+.3g}" for each in (found.low, found.high))
+    return f"{low} to {high}"
+
+
 def _joined(decisions: Sequence[Decision]) -> Decision:
     verdict = next((each for each in (FAIL, CANNOT_TELL) if any(one.verdict == each for one in decisions)), PASS)
     reasons = dict.fromkeys(one.reason for one in decisions if verdict in (PASS, one.verdict))
@@ -159,6 +168,8 @@ def _cure(found: Estimate, limit: float, runs: int, *, option: str) -> str:
         return "run more steps, or several runs"
     margin = abs(limit - found.value)
     times = ceil(((found.high - found.low) / 2 / margin) ** 2) if margin else _MOST + 1
+    if times > _MOST and runs == 2:
+        return "give at least 3 runs per side"
     if times > _MOST:
         return f"too noisy for this limit; {'use an idle machine, or ' if is_speed else ''}allow more by {option}"
     if runs > 1:
@@ -167,13 +178,13 @@ def _cure(found: Estimate, limit: float, runs: int, *, option: str) -> str:
 
 
 def _slower(effect: Effect) -> str:
-    value, low, high = effect.difference.value, effect.difference.low, effect.difference.high
+    value = effect.difference.value
     if isnan(value):
         return f"not known ({effect.note})"
     said = f"{percent(abs(value))} {'slower' if value > 0 else 'faster'}"
-    if not isfinite(low):
+    if not isfinite(effect.difference.low):
         return f"{said} by {_few(effect)}"
-    return f"{said} (99 % interval {percent(low, sign=True)} to {percent(high, sign=True)})"
+    return f"{said} (99 % interval {interval(effect.difference, relative=True)})"
 
 
 def _few(effect: Effect) -> str:
@@ -192,14 +203,22 @@ def _loss(effect: Effect, band: Band | None, *, higher: bool, runs: int) -> Deci
     low, high = effect.difference.low, effect.difference.high
     found = Estimate(-effect.difference.value, -high, -low) if higher else effect.difference
     if isfinite(low):
-        shown = (lambda each: percent(each, sign=True)) if effect.relative else (lambda each: f"{each:+.3g}")
-        said += f" (99 % interval {shown(low)} to {shown(high)}); {allowed}"
+        said += f" (99 % interval {interval(effect.difference, relative=effect.relative)}); {allowed}"
         if found.low <= limit < found.high:
-            return Decision(CANNOT_TELL, f"{said}: {_cure(found, limit, runs, option='--loss')}")
+            cure = _falling(effect) or _cure(found, limit, runs, option="--loss")
+            return Decision(CANNOT_TELL, f"{said}: {cure}")
         return Decision(PASS if found.high <= limit else FAIL, said)
     if band is None and found.value > 0:
         return Decision(CANNOT_TELL, f"{said} by {_few(effect)}: log it more often, or give a band such as --loss 1%")
     return Decision(PASS if found.value <= limit else FAIL, f"{said} by {_few(effect)}; {allowed}")
+
+
+def _falling(effect: Effect) -> str:
+    """Return that the metric of both sides still falls, with its figures; empty if it does not."""
+    if len(effect.falling) < 2:
+        return ""
+    base, new = (f"from {first:.3g} to {last:.3g}" for first, last in (effect.falling[key] for key in ("base", "new")))
+    return f"both still fall over these {effect.points} values, base {base} and new {new}, so train longer"
 
 
 def _others(losses: Iterable[Effect]) -> Iterator[Decision]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_ups.insight.compare.intervals import Array, Estimate, groups, paired
+from lightning_ups.insight.compare.intervals import FEWEST, Array, Estimate, groups, paired
 from lightning_ups.insight.compare.reading import RunLog, Series, best_times
 
 FLOOR = 0.01  # two equal runs on one machine differ by up to about that in speed, which one run per side cannot show
@@ -18,6 +18,7 @@ EACH_STEP = ("step_times.csv", "a column")
 _SPEED = re.compile(r"(throughput|memory|gpu)/.+|.*(_per_s|_per_sec|_per_second|it_per_s)")
 _REPEATED = re.compile(r"throughput/(step_ms|step_p95_ms|.+_per_s_per_device)")
 _LAST = ("versions", "host", "device", "code", "environment")  # of the settings, for people
+_FALL, _TREND = 0.1, 0.7  # of a loss that still falls: its share, and the least correlation with the step
 _UNTIMED = 0.05  # of the steps; a clock that shows more steps of 0 s is too coarse
 ABSENT = "(absent)"
 
@@ -42,6 +43,8 @@ class Effect:
         points: The steps that both have and that count.
         verdict: ``significant``, ``noise``, ``identical``, ``not finite``, ``not tested``; of metrics with one run
             per side ``beyond batch noise``, since another seed may differ more.
+        falling: The means of the first and of the last half of these steps, by side (``base``, ``new``), if a metric
+            still falls there.
         not_finite: The runs whose value is not finite, now or later, by side (``base``, ``new``): name and step.
     """
 
@@ -53,6 +56,7 @@ class Effect:
     verdict: str
     note: str = ""
     relative: bool = True
+    falling: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     not_finite: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 
@@ -132,17 +136,16 @@ def _speed(name: str, steps: Array, sides: list[list[Array]], note: str = "") ->
     if not len(steps):
         return Effect(name, nan, nan, Estimate(nan), 0, "not tested", "no step in common")
     relative = all(bool(np.all(values > 0)) for side in sides for values in side)
-    logs = [[np.log(values) if relative else values for values in side] for side in sides]
-    found, *levels = _difference(logs)
-    if relative:
-        found = Estimate(*(exp(min(each, 700)) - 1 for each in (found.value, found.low, found.high)))
-        levels = [exp(level) for level in levels]
+    found, *levels = (_ratio if relative else _difference)(sides)
     verdict = _verdict(found, alone=_alone(sides), floor=FLOOR if relative else 0)
     return Effect(name, levels[0], levels[1], found, len(steps), verdict, note, relative=relative)
 
 
 def _metric(name: str, base: Side, new: Side) -> Effect:
-    """Compare the means over the last tenth of the steps, at least 10 of them and at most half."""
+    """Compare the means over the last tenth of the steps, at least 10 of them and at most half.
+
+    A loss that still falls is compared by its ratio, which changes less than the difference.
+    """
     steps, sides = _common(base, new, lambda run: run.series[name], 0)
     kept = max(1, min(len(steps) // 2, max(10, len(steps) // 10)))
     broken = _not_finite(name, base, new, since=steps[-kept] if len(steps) else -inf)
@@ -152,7 +155,14 @@ def _metric(name: str, base: Side, new: Side) -> Effect:
         note = note or "no step in common"
         return Effect(name, nan, nan, Estimate(nan), 0, verdict, note, relative=False, not_finite=broken)
     ends = [[values[-kept:] for values in side] for side in sides]
-    found, *levels = _difference(ends, typical=False)
+    halves = {key: _if_falling(values) for key, values in zip(("base", "new"), ends, strict=True)}
+    falling = {key: half for key, half in halves.items() if half is not None}
+    relative = bool(falling) and all(bool(np.all(values > 0)) for side in ends for values in side)
+    found, *levels = (_ratio if relative else _difference)(ends, typical=False)
+    if falling:
+        note = (
+            note or f"still falling: {' and '.join(f'{first:.3g} to {last:.3g}' for first, last in falling.values())}"
+        )
     verdict = _verdict(found, alone=False)
     if _alone(sides):
         verdict = "beyond batch noise" if verdict == "significant" else verdict
@@ -162,7 +172,18 @@ def _metric(name: str, base: Side, new: Side) -> Effect:
         elif differs.argmax():
             note = note or f"identical before step {steps[differs.argmax()]:.0f}"
     verdict = "not finite" if broken else verdict
-    return Effect(name, levels[0], levels[1], found, kept, verdict, note, relative=False, not_finite=broken)
+    return Effect(name, *levels, found, kept, verdict, note, relative=relative, falling=falling, not_finite=broken)
+
+
+def _if_falling(runs: Sequence[Array]) -> tuple[float, float] | None:
+    """Return the means of both halves of the runs' mean curve if the second is clearly lower, or None."""
+    curve = np.mean(runs, axis=0)
+    if len(curve) < FEWEST or not np.all(np.isfinite(curve)):
+        return None
+    first, last = (float(np.mean(half)) for half in np.array_split(curve, 2))
+    steps = np.arange(len(curve))
+    is_clear = first - last > _FALL * abs(first) and np.corrcoef(steps, curve)[0, 1] < -_TREND
+    return (first, last) if is_clear else None
 
 
 def _not_finite(name: str, base: Side, new: Side, *, since: float) -> dict[str, tuple[str, float]]:
@@ -182,6 +203,13 @@ def _difference(sides: list[list[Array]], *, typical: bool = True) -> tuple[Esti
     levels = [[float(np.median(values) if typical else np.mean(values)) for values in side] for side in sides]
     found = paired(sides[0][0], sides[1][0], typical=typical) if _alone(sides) else groups(*levels)
     return found, float(np.mean(levels[0])), float(np.mean(levels[1]))
+
+
+def _ratio(sides: list[list[Array]], *, typical: bool = True) -> tuple[Estimate, float, float]:
+    """Return the ratio less one, and the level of each side, of values above zero."""
+    found, base, new = _difference([[np.log(values) for values in side] for side in sides], typical=typical)
+    shares = (exp(min(each, 700)) - 1 for each in (found.value, found.low, found.high))
+    return Estimate(*shares), exp(base), exp(new)
 
 
 def _alone(sides: Sequence[Sequence[Any]]) -> bool:

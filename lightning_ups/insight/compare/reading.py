@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lightning_ups._compat.optional.wandb_files import read_wandb
+from lightning_ups._compat.optional.wandb_files import RUN_NAME, read_wandb
 from lightning_ups.insight.compare.intervals import Array
 from lightning_ups.insight.compare.stores import folder_of_manifest, folder_of_run, read_mlflow, wandb_file
 from lightning_ups.insight.report import flattened, read_manifest
@@ -27,7 +27,7 @@ _OF_MANIFEST = "the manifest"
 _KINDS = ("step_times.csv", "throughput/step_ms", "a column", "a clock", _OF_MANIFEST)  # the best first
 # What a run measures, where it lies and when it ran: effects, or different in all runs.
 _NO_SETTINGS = re.compile(
-    r"schema|run/(started|duration_s|kind)|report/(TokenThroughput/.*|.*/lines(/.*)?|.*(_s|_ms|seconds))|compiled/.*"
+    r"schema|run/(started|duration_s|kind)|report/(TokenThroughput/.*|.*/lines(/.*)?|.*(_s|_ms|seconds))|compiled/.*|.*/from_cache"
     r"|device/gpus/\d+/(clock|temp|power_w|util).*|config/(ckpt_path|trainer/(default_root_dir|logger)).*"
 )
 
@@ -46,6 +46,7 @@ class RunLog:
 
     Args:
         name: The path that was given.
+        title: The name of the run in W&B or MLflow; empty: none.
         series: The metrics, by name.
         times: Seconds of steps, by where they come from.
         settings: Settings, versions and hardware, flat.
@@ -54,6 +55,7 @@ class RunLog:
     """
 
     name: str
+    title: str = ""
     series: dict[str, Series]
     times: dict[str, Series]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +104,9 @@ def _read_folder(given: str, folder: Path, *, time: str | None, manifest: Path |
     table = folder / "metrics.csv" if (folder / "metrics.csv").exists() else wandb_file(folder)
     rows, settings = _rows(table) if table else read_mlflow(folder)
     notes = [] if rows or not table else [f"{table} is not used: it has no rows."]
+    title = settings.get(RUN_NAME, "")
     found = _from_rows(given, rows, settings, time=time) if rows else RunLog(name=given, series={}, times={})
+    settings.pop(RUN_NAME, None)
     series, times, settings = found.series, found.times, flattened(settings)
     of_throughput = known.get("report", {}).get("TokenThroughput", {})
     written = of_throughput.get("step_times")
@@ -141,7 +145,7 @@ def _read_folder(given: str, folder: Path, *, time: str | None, manifest: Path |
     settings = {
         name: value for name, value in settings.items() if not _NO_SETTINGS.fullmatch(name.removeprefix("manifest/"))
     }
-    return RunLog(name=given, series=series, times=times, settings=settings, manifest=known, notes=notes)
+    return RunLog(name=given, title=title, series=series, times=times, settings=settings, manifest=known, notes=notes)
 
 
 def _is_log(path: Path) -> bool:
@@ -213,7 +217,8 @@ def _from_rows(given: str, rows: Sequence[Mapping[str, Any]], settings: dict[str
             continue
         del columns[name]
     series = {name: found for name, found in columns.items() if not _NO_METRICS.fullmatch(name)}
-    return RunLog(name=given, series=series, times=times, settings=flattened(settings))
+    title = settings.pop(RUN_NAME, "")
+    return RunLog(name=given, title=title, series=series, times=times, settings=flattened(settings))
 
 
 def _last(name: str) -> str:

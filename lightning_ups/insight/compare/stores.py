@@ -9,6 +9,8 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any
 
+from lightning_ups._compat.optional.wandb_files import RUN_NAME
+
 _MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
 _LARGEST = 1.7976931348623157e308  # as which a database of MLflow keeps infinity
 _COPIES = ("files", "artifacts")  # of W&B and MLflow
@@ -40,7 +42,7 @@ def wandb_file(folder: Path) -> Path | None:
 
 
 def read_mlflow(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the rows and parameters of MLflow's run, from its files or from a database near or in the working folder.
+    """Return the rows, parameters and name of MLflow's run, from its files or a database near or in the working folder.
 
     Both are empty if ``folder`` is not one of MLflow's, or no such database knows it.
     """
@@ -52,8 +54,13 @@ def read_mlflow(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             for path in _files(folder / "metrics")
             for time, value, step in map(str.split, path.read_text(encoding="utf-8").splitlines())
         ]
-        params = folder / "params"
-        return rows, {path.relative_to(params).as_posix(): path.read_text(encoding="utf-8") for path in _files(params)}
+        params = {
+            path.relative_to(folder / "params").as_posix(): path.read_text(encoding="utf-8")
+            for path in _files(folder / "params")
+        }
+        with suppress(OSError):
+            params[RUN_NAME] = (folder / "tags" / "mlflow.runName").read_text(encoding="utf-8")
+        return rows, params
     for path in chain.from_iterable(place.glob("*.db") for place in (*folder.resolve().parents[:3], Path())):
         with suppress(sqlite3.Error), closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as base:
             rows = [
@@ -62,7 +69,11 @@ def read_mlflow(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
                     "SELECT key, value, step, timestamp, is_nan FROM metrics WHERE run_uuid = ?", (folder.name,)
                 )
             ]
-            params = base.execute("SELECT key, value FROM params WHERE run_uuid = ?", (folder.name,))
+            params = base.execute(
+                "SELECT key, value FROM params WHERE run_uuid = :run"
+                " UNION ALL SELECT :title, name FROM runs WHERE run_uuid = :run",
+                {"run": folder.name, "title": RUN_NAME},
+            )
             if rows:
                 return rows, dict(params)
     return [], {}

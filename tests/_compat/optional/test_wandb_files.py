@@ -4,7 +4,7 @@ import struct
 import pytest
 
 from lightning_ups._compat.optional import wandb_files
-from lightning_ups._compat.optional.wandb_files import read_wandb
+from lightning_ups._compat.optional.wandb_files import RUN_NAME, read_wandb
 
 pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
 
@@ -45,10 +45,12 @@ def config(**values):
 
 def test_history_and_configuration(tmp_path):
     rows = [{"_step": step, "loss": float("nan") if step == 3 else 1.0 / (step + 1)} for step in range(2000)]
-    path = written(tmp_path / "run-a.wandb", [config(lr=0.1, _wandb={}), *(history(**row) for row in rows)])
+    named = pb.Record(run=pb.RunRecord(display_name="first try"))
+    records = [named.SerializeToString(), config(lr=0.1, _wandb={})]
+    path = written(tmp_path / "run-a.wandb", [*records, *(history(**row) for row in rows)])
     assert path.stat().st_size > 32768
     found, settings = read_wandb(path)
-    assert settings == {"lr": 0.1}
+    assert settings == {"lr": 0.1, RUN_NAME: "first try"}
     assert len(found) == 2000
     assert found[1999] == rows[1999]
 

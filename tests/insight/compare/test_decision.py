@@ -103,6 +103,28 @@ def test_a_higher_accuracy_passes_and_a_lower_one_fails(metric):
     assert decided(good, bad, metric=metric, loss=Band(0.5, relative=True)).verdict == FAIL
 
 
+def test_losses_that_still_fall_are_told_apart_or_the_line_says_so():
+    steps = np.arange(30.0)
+    slow, fast = (run(train_loss=np.exp(-steps / each)) for each in (25, 5))
+    assert decided(fast, slow).verdict == FAIL
+    assert decided(slow, fast).verdict == PASS
+    rough = run(train_loss=np.exp(-steps / 25 + 0.05 * np.sin(steps)))
+    decision = decided(slow, rough)
+    assert decision.verdict == CANNOT_TELL
+    assert (
+        "both still fall over these 10 values, base from 0.415 to 0.34 and new from 0.417 to 0.345" in decision.reason
+    )
+    assert decision.reason.endswith("so train longer")
+
+
+def test_an_interval_without_use_is_not_printed():
+    base, *new = (run(times=factor * steady(seed)) for seed, factor in enumerate((1.0, 0.9, 1.2)))
+    decision = decided([base], new)
+    assert decision.verdict == CANNOT_TELL
+    assert "(99 % interval too wide to tell)" in decision.reason
+    assert decision.reason.endswith("give at least 3 runs per side")
+
+
 def test_an_unknown_direction_is_not_guessed():
     sides = run(score=losses(0)), run(score=losses(1))
     with pytest.raises(ValueError, match="--higher-is-better"):

@@ -94,6 +94,29 @@ def test_seeds_give_the_band_of_a_loss():
     assert compared(base, far)["loss"].verdict == "significant"
 
 
+def test_losses_that_still_fall_are_compared_by_their_ratio():
+    steps = np.arange(30.0)
+    slow, fast = (np.exp(-steps / each) for each in (25, 5))
+    effect = compared(run(loss=slow), run(loss=fast))["loss"]
+    assert effect.verdict == "beyond batch noise"
+    assert effect.relative
+    assert effect.note == "still falling: 0.415 to 0.34 and 0.0128 to 0.0047"
+    assert effect.falling.keys() == {"base", "new"}
+    assert compared(run(loss=slow), run(loss=slow * np.exp(0.1 * np.sin(steps))))["loss"].verdict == "noise"
+    # The first has ended to fall, so that the second alone does.
+    for level, is_relative in ((1.0, True), (-1.0, False)):
+        effect = compared(run(loss=np.full(30, level)), run(loss=fast))["loss"]
+        assert (effect.relative, [*effect.falling]) == (is_relative, ["new"])
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.2])
+def test_a_loss_at_its_end_does_not_fall(noise):
+    for seed in range(20):
+        effect = compared(run(loss=losses(seed, noise=noise)), run(loss=losses(100 + seed, noise=noise)))["loss"]
+        assert not effect.falling
+        assert not effect.relative
+
+
 def test_equal_losses_are_identical_and_the_first_difference_is_named():
     values = losses(0)
     other = values.copy()

@@ -51,6 +51,7 @@ def test_a_run_in_files_of_mlflow(tmp_path):
     (run,) = (path.parent for path in (tmp_path / "mlruns").glob("*/*/artifacts"))
     found = whole(run)
     assert read_run(str(run / "artifacts")).settings == found.settings
+    assert found.title == (run / "tags" / "mlflow.runName").read_text() != ""
     for path in run.rglob("manifest.json"):
         path.unlink()
     assert read_run(str(run)).settings["manifest/versions/torch"]  # of the parameters
@@ -60,6 +61,8 @@ def test_a_run_in_a_database_of_mlflow(tmp_path):
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as base:
         base.execute("CREATE TABLE metrics (key, value FLOAT, timestamp BIGINT, run_uuid, step BIGINT, is_nan BOOLEAN)")
         base.execute("CREATE TABLE params (key, value, run_uuid)")
+        base.execute("CREATE TABLE runs (run_uuid, name)")
+        base.execute("INSERT INTO runs VALUES (?, 'lr0.1')", (ID,))
         rows = [("loss", 1 / (1 + step), 1000 * step, ID, step, False) for step in range(5)]
         rows += [("loss", 0, 5000, ID, 5, True), ("loss", -1.7976931348623157e308, 6000, ID, 6, False)]
         rows += [("loss", 7, 0, "another", 0, False)]
@@ -77,6 +80,7 @@ def test_a_run_in_a_database_of_mlflow(tmp_path):
         assert isnan(sixth)
         assert last == -inf
         assert run.settings["lr"] == 0.1
+        assert run.title == "lr0.1"
         assert run.times["a clock"].values == pytest.approx(1)
     (tmp_path / "mlflow.db").unlink()
     (note,) = read_run(f"1/{ID}").notes
