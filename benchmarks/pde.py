@@ -20,7 +20,7 @@ from torch import Generator, Tensor
 from zoo import LINES, SIDES, Benchmark, Records, main
 from zoo_modules import Line
 from zoo_modules.base import DISTINCT, Make, Work, normal
-from zoo_run import Meter, Side, preset
+from zoo_run import Meter, Side, Steps, preset
 
 from lightning_ups.callbacks import ActivationCheckpoint
 from lightning_ups.models import PDEModule
@@ -100,7 +100,7 @@ def by_hand(module: PDEModule, make: Make, meter: Meter, *, is_compiled: bool = 
 
     side = torch.cuda.Stream() if on_gpu else None
     graph: torch.cuda.CUDAGraph | None = None
-    loss, run = torch.zeros(()), _Run()
+    loss, run = torch.zeros(()), Steps()
     while not run.should_stop:
         for place, tensor in zip(static, batches[run.steps % DISTINCT], strict=True):
             place.copy_(tensor)
@@ -122,16 +122,6 @@ def by_hand(module: PDEModule, make: Make, meter: Meter, *, is_compiled: bool = 
         run.steps += 1
         meter.on_train_batch_end(run, module, {"loss": loss}, None, 0)  # type: ignore[arg-type]
     meter.on_train_end(run, module)  # type: ignore[arg-type]
-
-
-class _Run:
-    """What a `Meter` needs of a Trainer."""
-
-    def __init__(self) -> None:
-        self.should_stop, self.steps, self.strategy = False, 0, self
-
-    def broadcast(self, value: Any) -> Any:
-        return value
 
 
 def _recomputed() -> dict[str, Any]:

@@ -58,7 +58,7 @@ PACKAGES = (
         "diffusers",
     ),
     *("torch-geometric", "neuraloperator", "litgpt", "x-transformers", "segmentation-models-pytorch", "torchdiffeq"),
-    *("e3nn", "zuko"),
+    *("e3nn", "zuko", "accelerate", "trl", "liger-kernel"),
 )
 
 

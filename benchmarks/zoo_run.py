@@ -29,7 +29,7 @@ from lightning_ups.callbacks import AccelerationFlags
 from lightning_ups.config import presets
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 
-__all__ = ["ENDLESS", "SIDES", "Meter", "Side", "run"]
+__all__ = ["ENDLESS", "SIDES", "Meter", "Side", "Steps", "run"]
 
 LOSSES = 30
 ENDLESS = 1_000_000  # steps of the only epoch
@@ -224,6 +224,17 @@ class Meter(Callback):
         with suppress(Exception):
             return [loss.item() for loss in self._losses]
         return []
+
+
+class Steps:
+    """What a `Meter` needs of a Trainer, for a loop without one."""
+
+    def __init__(self) -> None:
+        self.should_stop, self.steps, self.strategy = False, 0, self
+
+    def broadcast(self, value: Any) -> Any:
+        """Return ``value``: there is one process."""
+        return value
 
 
 def _now() -> float:
