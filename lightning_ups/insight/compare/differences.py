@@ -159,10 +159,8 @@ def _metric(name: str, base: Side, new: Side) -> Effect:
     falling = {key: half for key, half in halves.items() if half is not None}
     relative = bool(falling) and all(bool(np.all(values > 0)) for side in ends for values in side)
     found, *levels = (_ratio if relative else _difference)(ends, typical=False)
-    if falling:
-        note = (
-            note or f"still falling: {' and '.join(f'{first:.3g} to {last:.3g}' for first, last in falling.values())}"
-        )
+    if falling and not note:
+        note = f"still falling: {' and '.join(f'{first:.3g} to {last:.3g}' for first, last in falling.values())}"
     verdict = _verdict(found, alone=False)
     if _alone(sides):
         verdict = "beyond batch noise" if verdict == "significant" else verdict
@@ -172,7 +170,8 @@ def _metric(name: str, base: Side, new: Side) -> Effect:
         elif differs.argmax():
             note = note or f"identical before step {steps[differs.argmax()]:.0f}"
     verdict = "not finite" if broken else verdict
-    return Effect(name, *levels, found, kept, verdict, note, relative=relative, falling=falling, not_finite=broken)
+    level, other = levels
+    return Effect(name, level, other, found, kept, verdict, note, relative=relative, falling=falling, not_finite=broken)
 
 
 def _if_falling(runs: Sequence[Array]) -> tuple[float, float] | None:

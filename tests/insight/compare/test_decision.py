@@ -103,7 +103,7 @@ def test_a_higher_accuracy_passes_and_a_lower_one_fails(metric):
     assert decided(good, bad, metric=metric, loss=Band(0.5, relative=True)).verdict == FAIL
 
 
-def test_losses_that_still_fall_are_told_apart_or_the_line_says_so():
+def test_losses_that_still_fall_fail_or_the_reason_is_that_they_fall():
     steps = np.arange(30.0)
     slow, fast = (run(train_loss=np.exp(-steps / each)) for each in (25, 5))
     assert decided(fast, slow).verdict == FAIL
