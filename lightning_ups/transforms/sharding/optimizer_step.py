@@ -54,10 +54,11 @@ def kinds_of(optimizer: Optimizer) -> list[Any]:
 def one_kind_at_a_time(optimizer: Optimizer) -> Iterator[None]:
     """Make each step of ``optimizer`` process the parameters one kind after another while the context is open.
 
-    ``fused`` and ``foreach`` kernels take lists, and DTensor refuses a mixed list. Groups, state and schedulers are not
-    affected.
+    ``fused`` and ``foreach`` kernels take lists, and DTensor refuses a mixed list. On a GPU, ``foreach=None`` chooses
+    them. Groups, state and schedulers are not affected.
     """
-    if len(kinds_of(optimizer)) < 2 or not any(g.get("fused") or g.get("foreach") for g in optimizer.param_groups):
+    takes_lists = any(g.get("fused") or g.get("foreach", False) is not False for g in optimizer.param_groups)
+    if len(kinds_of(optimizer)) < 2 or not takes_lists:
         yield
         return
     before = vars(optimizer).get("step")  # a scheduler's, which counts steps

@@ -1,6 +1,8 @@
 """One optimizer step."""
 
+import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -69,13 +71,17 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.tensor(0.5))
+        self.a, self.b, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.full((4,), 0.5))
 
     def forward(self, x):
         return self.scale * self.b(self.a(x))
 
 
-def trained(how, sharded):
+def trained(how, sharded, as_on_a_gpu=False):
+    if as_on_a_gpu:  # there an optimizer takes lists by default
+        devices = "_get_foreach_kernels_supported_devices"
+        with mock.patch.object(sys.modules["torch.optim.optimizer"], devices, lambda: ["cpu"]):
+            return trained(how, sharded)
     model = Model()
     if sharded:
         fully_shard(model.a, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("one",)))
@@ -99,9 +105,10 @@ def trained(how, sharded):
     return loss.item(), weights, len(kinds_of(optimizer)), groups, vars(optimizer).get("step") is own
 
 
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
 @pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {}], ids=repr)
-def test_two_meshes_and_a_whole_scalar_by_one_optimizer(ranks, how):
-    loss, weights, kinds, groups, restored = ranks(trained, how, True)
+def test_two_meshes_and_a_whole_vector_by_one_optimizer(ranks, how, as_on_a_gpu):
+    loss, weights, kinds, groups, restored = ranks(trained, how, True, as_on_a_gpu)
     right, expected, one, _, _ = trained(how, False)
     assert loss == pytest.approx(right, rel=1e-5)
     torch.testing.assert_close(weights, expected)
