@@ -8,6 +8,7 @@ from typing import Any, get_args
 import numpy as np
 
 from lightning_ups.config.suggestions import parse_options
+from lightning_ups.data.chat import marked_text
 from lightning_ups.data.packing import Method, Packing, num_cut, pack
 from lightning_ups.data.token_folder import TokenFolder
 
@@ -55,6 +56,7 @@ def _report(folder: TokenFolder, packings: dict[Method, Packing], *, seq_len: in
             **{f"p{quantile * 100:.0f}": value for quantile, value in zip(_QUANTILES, quantiles, strict=True)},
         },
         "histogram": {str(2**power): count for power, count in enumerate(_by_power_of_two(lengths)) if count},
+        **({"learned": float((folder.tokens >= 0).mean())} if folder.info.get("chat") else {}),
         "seq_len": seq_len,
         # One document in each row, the rest of it cut off.
         "padded": {
@@ -80,6 +82,8 @@ def _lines(folder: TokenFolder, report: dict[str, Any]) -> Iterator[str]:
         f" {report['dtype']}, vocabulary of {report['vocab_size']:,}"
     )
     yield f"made of {' '.join(recipe['source'])} with the tokenizer {folder.info['tokenizer_name']}"
+    if "learned" in report:
+        yield f"conversations: {report['learned']:.2%} of the tokens are of answers, which are shown in [[ ]]"
     yield ""
     yield "tokens in a document: " + ", ".join(f"{name} {value:,.0f}" for name, value in length.items())
     most = max(report["histogram"].values())
@@ -107,10 +111,10 @@ def _sample(folder: TokenFolder, packing: Packing, row: int) -> Iterator[str]:
     for start, length in zip(packing.starts[inside].tolist(), packing.lengths[inside].tolist(), strict=True):
         document = int(np.searchsorted(folder.starts, start, side="right")) - 1
         first = start - int(folder.starts[document])
-        tokens = folder.tokens[start : start + length + 1].tolist()
+        tokens = folder.tokens[start : start + length + 1]
         tail = "" if first + length + 1 == folder.lengths[document] else "; the rest is in another row"
         yield f"--- document {document}, tokens {first:,} to {first + length:,} of {folder.lengths[document]:,}{tail}"
-        yield _shortened(tokenizer.decode(tokens, skip_special_tokens=False))
+        yield _shortened(marked_text(tokenizer, tokens))
     yield "---"
 
 

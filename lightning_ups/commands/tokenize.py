@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lightning_ups._compat.optional.tokenizers import Array, Encoder, Encoding, load_encoding
+from lightning_ups._compat.optional.tokenizers import Array, Encoder, load_encoding
 from lightning_ups.commands.tokenizing.sources import Part, documents_in, find_files, parts_of
 from lightning_ups.config.suggestions import parse_options
 
@@ -38,33 +38,44 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--workers {asked.workers} is too few. Give 1 or more.")
     separator = None if asked.separator is None else asked.separator.replace(r"\n", "\n").replace(r"\t", "\t")
     files = find_files(asked.source)
-    encoding = load_encoding(asked.tokenizer, bos=asked.bos, eos=asked.eos)
+    field = asked.field or ("messages" if asked.chat else "text")
+    none = "none" if asked.chat else None  # a chat template has all tokens
+    encoding = load_encoding(asked.tokenizer, bos=asked.bos or none, eos=asked.eos or none)
+    encode: Any = Encoder(encoding)
+    if asked.chat:
+        from lightning_ups.data.chat import load_chat_encoder
+
+        encode = load_chat_encoder(asked.tokenizer, template=asked.chat)
     parts = [*parts_of(files, separator=separator, num_bytes=_PART_BYTES)]
     recipe = {
         "source": asked.source,
         "files": len(files),
         "content": _digest(files),
-        "field": asked.field,
+        "field": field,
         "separator": separator,
         "tokenizer": encoding.digest,
         "begin": encoding.begin,
         "end": encoding.end,
         "part_bytes": _PART_BYTES,  # `done` counts parts
+        **({"chat": encode.tokenizer.get_chat_template()} if asked.chat else {}),
     }
     # These import torch, which takes seconds.
     from lightning_ups._compat.environment import usable_cores
     from lightning_ups.data.token_folder import TokenFolder, TokenWriter
 
-    writer = TokenWriter(asked.output, recipe=recipe, dtype=encoding.dtype)
+    writer = TokenWriter(asked.output, recipe=recipe, dtype="int32" if asked.chat else encoding.dtype)
     if writer.info is None:
-        work = _Work(encoding, field=asked.field, separator=separator)
+        work = _Work(encode, field=field, separator=separator, chat=bool(asked.chat))
         _write(writer, parts, work, workers=asked.workers or usable_cores())
+        if asked.chat:
+            encode.tokenizer.save_pretrained(asked.output)  # has the template, for prompts
         writer.finish(
             tokenizer=encoding.tokenizer,
             vocab_size=encoding.vocab_size,
             begin=encoding.begin,
             end=encoding.end,
             tokenizer_name=asked.tokenizer,
+            **({"chat": True} if asked.chat else {}),
         )
     info = TokenFolder(asked.output).info
     print(f"{asked.output}: {info['tokens']:,} tokens of {info['documents']:,} documents, {info['dtype']}.")
@@ -75,11 +86,11 @@ def main(argv: Sequence[str]) -> int:
 class _Work:
     """Reads and encodes one part, in a process of its own."""
 
-    def __init__(self, encoding: Encoding, *, field: str, separator: str | None) -> None:
-        self._encode, self._field, self._separator = Encoder(encoding), field, separator
+    def __init__(self, encode: Any, *, field: str, separator: str | None, chat: bool) -> None:
+        self._encode, self._options = encode, {"field": field, "separator": separator, "chat": chat}
 
     def __call__(self, part: Part) -> tuple[Array, Array, Array]:
-        return self._encode(documents_in(part, field=self._field, separator=self._separator))
+        return self._encode(documents_in(part, **self._options))
 
 
 _work: list[_Work] = []  # of a worker process, which gets it when it starts
@@ -209,7 +220,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", metavar="FOLDER", required=True, help="the folder to write")
     parser.add_argument(
-        "--field", default="text", help="field that contains the text, in tables and JSON Lines (default: text)"
+        "--field", help="field with the text, in tables and JSON Lines (default: text, or messages with --chat)"
+    )
+    parser.add_argument(
+        "--chat",
+        metavar="TEMPLATE",
+        nargs="?",
+        const=True,
+        help="documents are lists of messages, and only answers are learned. TEMPLATE is the file of a Jinja template"
+        " (default: the tokenizer's own)",
     )
     parser.add_argument(
         "--separator",

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
 from lightning_ups._compat.lightning.fit_loop import batches_taken
-from lightning_ups.data.packing import Method, Packing, pack
+from lightning_ups.data.chat import ChatEncoder, load_chat_encoder
+from lightning_ups.data.packing import Method, Packing, learned_rows, pack
 from lightning_ups.data.token_folder import TokenFolder
 from lightning_ups.data.workers import Workers, worker_options
 from lightning_ups.kernels.attention import Documents
@@ -30,7 +31,8 @@ class PackedBatch(NamedTuple):
 
     Args:
         tokens: Inputs [batch, seq], int64.
-        targets: The next token of the same document for each input, [batch, seq], int64; -100 for padding.
+        targets: The next token of the same document for each input, [batch, seq], int64; -100 for padding, and in chats
+            for all but answers.
         positions: The position of each input in its document, or in the piece of it that is in this row; int64.
         documents: The boundaries, for `lightning_ups.kernels.attention.attention`.
     """
@@ -189,7 +191,9 @@ class PackedTokens(LightningDataModule):
         self._saved = None  # another fit begins anew
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of ``text``, with what begins a document."""
+        """Return the tokens of ``text``, with what begins a document; of a chat, those of a user who says ``text``."""
+        if self._chat is not None:
+            return self._chat.prompt(text)
         return [*self._sources[0].info["begin"], *self._tokenizer.encode(text, add_special_tokens=False).ids]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -199,6 +203,11 @@ class PackedTokens(LightningDataModule):
     @cached_property
     def _tokenizer(self) -> Any:
         return self._sources[0].tokenizer()
+
+    @cached_property
+    def _chat(self) -> ChatEncoder | None:
+        chats = [source for source in self._sources if source.info.get("chat")]
+        return load_chat_encoder(chats[0].path) if chats else None
 
     @cached_property
     def _checksum(self) -> int:
@@ -216,7 +225,8 @@ class PackedTokens(LightningDataModule):
         documents = np.flatnonzero(chosen)
         if number is not None:
             documents = np.random.default_rng((self.seed, number)).permutation(documents)
-        return pack(source.starts[documents], source.lengths[documents], seq_len=self.seq_len, method=self.packing)
+        packing = pack(source.starts[documents], source.lengths[documents], seq_len=self.seq_len, method=self.packing)
+        return learned_rows(packing, source.tokens) if source.info.get("chat") else packing
 
     @cached_property
     def _workers(self) -> dict[str, Any]:
@@ -285,6 +295,9 @@ class PackedRows(Dataset[PackedBatch]):
             here = slice(None) if len(numbers) == 1 else np.repeat(source == number, lengths)
             content = self._sources[number].tokens
             tokens[where[here]], targets[where[here]] = content[read[here]], content[read[here] + 1]
+            if content.dtype.kind == "i":  # of a chat: a token that is not to be learned is its complement
+                tokens ^= tokens >> 63
+                targets[targets < 0] = _IGNORED
         # Padding is a document of its own.
         edges = np.union1d(np.concatenate((places, places + lengths)), np.arange(0, size + 1, seq_len))
         documents = Documents.from_cu_seqlens(torch.from_numpy(edges), batch=len(pieces), seq=seq_len)

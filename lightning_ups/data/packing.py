@@ -67,6 +67,21 @@ def num_cut(packing: Packing, lengths: Array) -> int:
     return len(packing.starts) - int((lengths > 1).sum())
 
 
+def learned_rows(packing: Packing, tokens: Array) -> Packing:
+    """Return ``packing`` without rows in which each target is negative, which is not to be learned."""
+    if not len(packing):
+        return packing
+    order = np.argsort(packing.starts)
+    first = packing.starts[order] + 1
+    edges = np.stack((first, first + packing.lengths[order]), 1).ravel()
+    learned = np.empty(len(order), bool)
+    learned[order] = np.logical_or.reduceat(np.append(tokens >= 0, False), edges)[::2]
+    kept = np.logical_or.reduceat(learned, packing.rows[:-1])
+    pieces, sizes = np.repeat(kept, np.diff(packing.rows)), np.diff(packing.rows)[kept]
+    rows = np.concatenate(([0], np.cumsum(sizes)))
+    return Packing(packing.starts[pieces], packing.lengths[pieces], rows, packing.seq_len)
+
+
 def _greedy(starts: Array, lengths: Array, seq_len: int) -> Packing:
     ends = np.cumsum(lengths)
     total = int(ends[-1])

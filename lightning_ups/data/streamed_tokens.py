@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_ups._compat.optional.tokenizers import Encoder, load_encoding
+from lightning_ups.data.chat import ChatEncoder, load_chat_encoder
 from lightning_ups.data.packed_tokens import PackedBatch, PackedRows, as_it_is
 from lightning_ups.data.streaming import Recipe, StreamLoader, held_out_documents, open_source
 from lightning_ups.data.streaming.lanes import pool
@@ -38,7 +39,9 @@ class StreamedTokens(LightningDataModule):
         seq_len: Predictions in a row.
         batch_size: Rows in a batch on each device.
         weights: The shares of a list of sources, which are then not read as one.
-        field: The field with the text.
+        field: The field with the text, or with the messages of a chat. None: ``text`` or ``messages``.
+        chat: Documents are conversations, and only answers are learned. True, for the tokenizer's chat template, or the
+            file of one.
         shuffle: Documents that each worker reads at a time and shuffles. 0: the order of the source.
         val_fraction: The share of documents that is for validation, chosen by the hash of a document's text: the same
             ones as in `PackedTokens`.
@@ -67,7 +70,8 @@ class StreamedTokens(LightningDataModule):
         seq_len: int,
         batch_size: int,
         weights: list[float] | None = None,
-        field: str = "text",
+        field: str | None = None,
+        chat: bool | str = False,
         shuffle: int = 1000,
         val_fraction: float = 0.005,
         val_rows: int = 256,
@@ -93,7 +97,8 @@ class StreamedTokens(LightningDataModule):
                 " number, and a val_fraction from 0 to below 1."
             )
         self.weights = [float(weight) / sum(weights) for weight in weights]
-        self.tokenizer, self.field, self.bos, self.eos = tokenizer, field, bos, eos
+        self.tokenizer, self.bos, self.eos, self.chat = tokenizer, bos, eos, chat
+        self.field = field or ("messages" if chat else "text")
         self.seq_len, self.batch_size, self.shuffle, self.seed = int(seq_len), int(batch_size), int(shuffle), int(seed)
         self.val_fraction, self.val_rows = val_fraction, int(val_rows)
         self.num_workers: Workers = num_workers
@@ -108,7 +113,7 @@ class StreamedTokens(LightningDataModule):
             sources=[[open_source(each) for each in several] for several in self.sources],
             weights=self.weights,
             field=self.field,
-            encoder=Encoder(self._encoding),
+            encoder=load_chat_encoder(self.tokenizer, template=self.chat) if self.chat else Encoder(self._encoding),
             seq_len=self.seq_len,
             batch_size=self.batch_size,
             block=self.shuffle,
@@ -155,9 +160,12 @@ class StreamedTokens(LightningDataModule):
         return DataLoader(self._val_rows, batch_size=self.batch_size, collate_fn=as_it_is, pin_memory=self._on_gpu)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of ``text``, with what begins a document."""
+        """Return the tokens of ``text``, with what begins a document; of a chat, those of a user who says ``text``."""
         assert self._recipe is not None
-        tokenizer = self._recipe.encoder.tokenizer
+        encoder = self._recipe.encoder
+        if isinstance(encoder, ChatEncoder):
+            return encoder.prompt(text)
+        tokenizer = encoder.tokenizer
         return [*self._encoding.begin, *tokenizer.encode(text, add_special_tokens=False).ids]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -193,5 +201,5 @@ class StreamedTokens(LightningDataModule):
     def _checksum(self) -> int:
         assert self._recipe is not None
         names = [[each if isinstance(each, str) else type(each).__name__ for each in some] for some in self.sources]
-        settings = (names, self.field, self._encoding.digest, self.val_fraction, self.shuffle, self.seed)
+        settings = (names, self.field, self.chat, self._encoding.digest, self.val_fraction, self.shuffle, self.seed)
         return zlib.crc32(repr(settings).encode())

@@ -19,7 +19,8 @@ class TokenFolder:
     """Tokens of many documents, as ``python -m lightning_ups tokenize`` writes them.
 
     ``tokens.bin`` has the tokens of all documents in order, uint16 or uint32; ``lengths.bin`` the number of tokens of
-    each document, uint32; ``hashes.bin`` the hash of each document's text, uint64; all in little-endian order.
+    each document, uint32; ``hashes.bin`` the hash of each document's text, uint64; all in little-endian order. Of
+    chats, tokens are int32, and one that is not to be learned is stored as its complement, which is negative.
     ``tokens.json`` says what made them, and ``tokenizer.json`` is the tokenizer.
 
     Files are mapped when they are first read. A pickled folder is its path, so that a worker maps them itself.

@@ -69,18 +69,20 @@ def parts_of(files: Sequence[str], *, separator: str | None, num_bytes: int) -> 
         yield tuple(part)
 
 
-def documents_in(part: Part, *, field: str, separator: str | None) -> Iterator[str]:
-    """Yield the documents of a part that are not empty.
+def documents_in(part: Part, *, field: str, separator: str | None, chat: bool = False) -> Iterator[Any]:
+    """Yield the documents of a part that are not empty: texts, or with ``chat`` lists of messages.
 
     Raises:
-        ValueError: If a record has no text in ``field``.
+        ValueError: If a record has no such document in ``field``.
     """
     for span in part:
         kind = Path(span.path).suffix
         if kind in _TABLES:
-            texts = _in_table(span, field=field)
+            texts = _in_table(span, field=field, chat=chat)
         elif _is_json(span.path):
-            texts = _in_json(span, field=field)
+            texts = _in_json(span, field=field, chat=chat)
+        elif chat:
+            raise ValueError(f"{span.path} has no conversations. --chat needs JSON Lines or tables.")
         elif separator is None:
             with _open(span.path) as file:
                 texts = iter([_text(file.read())])
@@ -132,7 +134,7 @@ def _records(span: Span, separator: bytes) -> Iterator[bytes]:
     yield from (data[begin:] if end < 0 else data[begin:end]).split(separator)
 
 
-def _in_json(span: Span, *, field: str) -> Iterator[str]:
+def _in_json(span: Span, *, field: str, chat: bool) -> Iterator[Any]:
     for line in _records(span, b"\n"):
         if not line.strip():
             continue
@@ -145,11 +147,12 @@ def _in_json(span: Span, *, field: str) -> Iterator[str]:
             ) from None
         if not isinstance(record, dict):
             raise ValueError(f"{span.path} has a line that is a {type(record).__name__}, not an object with {field!r}.")
-        text = _field(record, field, path=span.path)
-        yield text.encode(errors="replace").decode() if b"\\u" in line else text  # it may have half of a pair
+        text = _field(record, field, path=span.path, chat=chat)
+        half = b"\\u" in line and not chat
+        yield text.encode(errors="replace").decode() if half else text  # it may have half of a pair
 
 
-def _in_table(span: Span, *, field: str) -> Iterator[str]:
+def _in_table(span: Span, *, field: str, chat: bool) -> Iterator[Any]:
     if span.path.endswith(".parquet"):
         file = _pyarrow("parquet", span.path).ParquetFile(span.path)
         _check_field(file.schema_arrow.names, field, path=span.path)
@@ -163,16 +166,18 @@ def _in_table(span: Span, *, field: str) -> Iterator[str]:
         batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
     for batch in batches:
         for text in batch.column(field).to_pylist():
-            yield _field({field: text}, field, path=span.path)
+            yield _field({field: text}, field, path=span.path, chat=chat)
 
 
-def _field(record: dict[str, Any], field: str, *, path: str) -> str:
+def _field(record: dict[str, Any], field: str, *, path: str, chat: bool) -> Any:
     _check_field([*record], field, path=path)
     value = record[field]
     if value is None:
         return ""
-    if not isinstance(value, str):
-        raise ValueError(f"{path} has no text in {field!r}, but {type(value).__name__}. Use --field with a text field.")
+    if not isinstance(value, list if chat else str):
+        wanted = "messages" if chat else "text"
+        cure = "Add --chat for conversations." if isinstance(value, list) else f"Use --field with {wanted}."
+        raise ValueError(f"{path} has no {wanted} in {field!r}, but {type(value).__name__}. {cure}")
     return value
 
 

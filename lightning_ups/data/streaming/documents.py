@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from lightning_ups._compat.optional.tokenizers import content_hash
+from lightning_ups.data.chat import content_of
 
 _BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
@@ -234,7 +235,10 @@ class Reader:
             return False
         if not self._held_out:
             return not self._invert
-        content = document.encode() if isinstance(document, str) else np.asarray(document, "<i8").tobytes()
+        if isinstance(document, str):
+            content = document.encode()
+        else:
+            content = content_of(document) if isinstance(document[0], dict) else np.asarray(document, "<i8").tobytes()
         digest = content_hash(content)
         return (int.from_bytes(digest, "little") < np.float64(self._held_out) * 2.0**64) == self._invert
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lightning_ups._compat.optional.tokenizers import Encoder
+from lightning_ups.data.chat import ChatEncoder
 from lightning_ups.data.packed_tokens import PackedBatch, PackedRows
 from lightning_ups.data.packing import pack
 from lightning_ups.data.streaming.documents import Place, Reader, shards_of
@@ -21,7 +22,7 @@ class Recipe:
         sources: For each, what `open_source` returned: several datasets that are read as one.
         weights: The share of each source in the predictions.
         field: The field with the text.
-        encoder: The tokenizer.
+        encoder: The tokenizer, or that of a chat.
         seq_len: Predictions in a row.
         batch_size: Rows in a batch.
         block: Documents that are shuffled together. 0: do not shuffle.
@@ -32,7 +33,7 @@ class Recipe:
     sources: list[list[Any]]
     weights: list[float]
     field: str
-    encoder: Encoder
+    encoder: Encoder | ChatEncoder
     seq_len: int
     batch_size: int
     block: int
@@ -77,11 +78,13 @@ class Recipe:
             used = len(documents[0]) - 1 - have if have else 0
             if not have:
                 before = {"places": [*places], "done": [*done]}
-            yield batch, {**before, "used": used}
+            if (batch.targets >= 0).any():  # a piece of a chat may be without an answer
+                yield batch, {**before, "used": used}
 
     def encode(self, document: Any) -> np.ndarray[Any, Any]:
         """Return the tokens of a document, which may be text or tokens already."""
-        return self.encoder.one(document) if isinstance(document, str) else np.asarray(document)
+        is_chat = isinstance(self.encoder, ChatEncoder)
+        return self.encoder.one(document) if is_chat or isinstance(document, str) else np.asarray(document)
 
     def rows(self, documents: Sequence[np.ndarray[Any, Any]], used: int = 0) -> PackedRows:
         """Pack documents, without the first ``used`` predictions."""
