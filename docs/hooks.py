@@ -2,11 +2,15 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+import reference
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\(|^\[[^\]]+\]: )([^)\s#]+)", re.MULTILINE)
@@ -21,8 +25,18 @@ def outside(page: str, target: str) -> Path | None:
     return path.relative_to(ROOT) if path.is_file() and not path.is_relative_to(ROOT / "docs") else None
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fill in the part of the navigation that is made from the package."""
+    for entry in config.nav:
+        if "Reference" in entry:
+            entry["Reference"] = reference.navigation([*reference.pages()])
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what pages link to outside of ``docs/``, such as raw results, as plain text below ``source/``."""
+    """Add the reference, and as plain text what pages link to outside of ``docs/``, such as raw results."""
+    for path, text in reference.pages().items():
+        files.append(File.generated(config, path, content=text))
     targets = set()
     for page in files.documentation_pages():
         targets |= {outside(page.src_uri, target) for _, target in LINK.findall(page.content_string)}
@@ -40,3 +54,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return link[1] + (os.path.relpath(f"source/{target}.txt", here or ".") if target else link[2])
 
     return LINK.sub(copied, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let examples of docstrings look as elsewhere."""
+    return html.replace("<p>Example::</p>", "<p>Example:</p>")

@@ -9,8 +9,11 @@ from urllib.parse import unquote
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.test_docs import ROOT, blocks, check_parses, resolve, shells
+
 pytest.importorskip("mkdocs")
+sys.path.insert(0, str(ROOT / "docs"))
+import reference
 
 
 class Links(HTMLParser):
@@ -63,5 +66,21 @@ def test_every_page_is_in_the_navigation(site):
     start = next(
         found for page, found in site.items() if page.name == "index.html" and (page.parent / "search").exists()
     )
-    pages = {str(path.relative_to(ROOT / "docs").with_suffix(".html")) for path in (ROOT / "docs").rglob("*.md")}
-    assert pages - {"index.html"} <= start.links
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | {*reference.pages()}
+    assert {page.replace(".md", ".html") for page in pages} - {"index.html"} <= start.links
+
+
+def test_every_public_class_and_command_has_a_page_whose_yaml_is_parsed():
+    pages = reference.pages()
+    names = {Path(path).stem for path in pages}
+    assert {name for name, part in shells().items() if isinstance(part, type)} | {*reference.TOOLS} <= names
+    examples = [block for text in pages.values() for block in blocks(text, "yaml")]
+    assert len(examples) > 25
+    for example in examples:
+        check_parses(example)
+
+
+def test_every_class_of_the_reference_has_a_docstring():
+    directives = [line[4:] for text in reference.pages().values() for line in text.splitlines() if line[:4] == "::: "]
+    assert directives
+    assert all(resolve(name).__doc__ for name in directives)
