@@ -19,6 +19,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
@@ -131,18 +132,17 @@ def by_trainer(module: HFCausalLM, make: Make, meter: Meter, *, liger: bool = Fa
     batches = [make(Generator().manual_seed(number)) for number in range(DISTINCT)]
     rows = [{"input_ids": row, "labels": row} for batch in batches for row in batch["input_ids"]]
     with tempfile.TemporaryDirectory() as folder:
-        more = {"use_liger_kernel": True} if liger else compiled()
+        more: dict[str, Any] = {"use_liger_kernel": True} if liger else compiled()
         options = transformers.TrainingArguments(**arguments(folder, batches), **more)
         train(transformers.Trainer, meter, model=drawn(module), args=options, train_dataset=rows * EPOCH)
 
 
 def by_trl(module: HFCausalLM, make: Make, meter: Meter) -> None:
     """Train by TRL's SFTTrainer."""
-    import trl
-    from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
+    trl, datasets = import_module("trl"), import_module("datasets")
     batches = [make(Generator().manual_seed(number)) for number in range(DISTINCT)]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<eos>": 0}, "<eos>")), eos_token="<eos>", pad_token="<eos>"
@@ -155,7 +155,7 @@ def by_trl(module: HFCausalLM, make: Make, meter: Meter) -> None:
             **arguments(folder, batches), **compiled(), packing=True, packing_strategy="wrapped",
             max_length=len(rows[0]), gradient_checkpointing=False,
         )  # fmt: skip
-        data = Dataset.from_dict({"input_ids": rows * EPOCH})
+        data = datasets.Dataset.from_dict({"input_ids": rows * EPOCH})
         train(trl.SFTTrainer, meter, model=drawn(module), args=options, processing_class=tokenizer, train_dataset=data)
 
 
@@ -230,28 +230,25 @@ def summary(records: Records) -> dict[str, Any]:
 
 
 def _row(line: str, runs: Sequence[Mapping[str, Any]], of: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    timed = [run for run in runs if "step_ms" in run and "error" not in run]
+    timed, reference = (
+        [run for run in each if "step_ms" in run and "error" not in run] for each in (runs, of.get("hf", ()))
+    )
     if not timed:
         return {"error": next((run["error_line"] for run in runs if "error_line" in run), "no time")}
     _, seq, rows = line.split("_")
     tokens = int(seq) * int(rows.removeprefix("b")) * 1e3
     blocks = [tokens / each for run in timed for each in run["blocks_ms"]]
-    middle, hf = _step_ms(timed), _step_ms(of.get("hf", ()))
+    middle = median([run["step_ms"] for run in timed])
     return {
         "rounds": len(timed),
         "tokens_per_s": tokens / middle,
         "interval": [min(blocks), max(blocks)],
         "step_ms": middle,
-        "hf_over": middle / hf if hf else None,
+        "hf_over": middle / median([run["step_ms"] for run in reference]) if reference else None,
         "peak_gib": median([run.get("peak_gib", 0.0) for run in timed]),
         "first_step_s": max(run["first_step_s"] for run in timed),
         "losses": [timed[-1]["losses"][0], fmean(timed[-1]["losses"][-5:])],
     }
-
-
-def _step_ms(runs: Sequence[Mapping[str, Any]]) -> float | None:
-    times = [run["step_ms"] for run in runs if "step_ms" in run and "error" not in run]
-    return median(times) if times else None
 
 
 def report(records: Records) -> str:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_ups.data.workers import as_it_is
+
 
 class Crops(Dataset[Tensor]):
     """A dataset of crops of equal length, of which a batch is one copy.
@@ -61,13 +63,9 @@ def batches(
         shuffle=shuffled,
         generator=torch.Generator().manual_seed(shuffle_seed) if shuffled else None,
         drop_last=shuffled,
-        collate_fn=_pinned if pin_memory else _as_it_is,
+        collate_fn=_pinned if pin_memory else as_it_is,
         pin_memory=pin_memory,
     )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _pinned(batch: Any) -> Any:

@@ -18,7 +18,7 @@ from lightning_ups._compat.lightning.fit_loop import batches_taken
 from lightning_ups.data.chat import ChatEncoder, load_chat_encoder
 from lightning_ups.data.packing import Method, Packing, learned_rows, pack
 from lightning_ups.data.token_folder import TokenFolder
-from lightning_ups.data.workers import Workers, worker_options
+from lightning_ups.data.workers import Workers, as_it_is, worker_options
 from lightning_ups.kernels.attention import Documents
 from lightning_ups.order.arguments import check_choice
 
@@ -388,8 +388,3 @@ def _shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     shares = np.array(weights) / sum(weights)
     total = min(size / share for size, share in zip(sizes, shares, strict=True))
     return [min(size, max(round(float(total * share)), 1)) for size, share in zip(sizes, shares, strict=True)]
-
-
-def as_it_is(batch: Any) -> Any:
-    """Return ``batch``, which has been collated."""
-    return batch

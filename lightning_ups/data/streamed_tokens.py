@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from lightning_ups._compat.optional.tokenizers import Encoder, load_encoding
 from lightning_ups.data.chat import ChatEncoder, load_chat_encoder
-from lightning_ups.data.packed_tokens import PackedBatch, PackedRows, as_it_is
+from lightning_ups.data.packed_tokens import PackedBatch, PackedRows
 from lightning_ups.data.streaming import Recipe, StreamLoader, held_out_documents, open_source
 from lightning_ups.data.streaming.lanes import pool
-from lightning_ups.data.workers import Workers, worker_options
+from lightning_ups.data.workers import Workers, as_it_is, worker_options
 
 
 class StreamedTokens(LightningDataModule):

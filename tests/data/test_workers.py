@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ups.data import PackedTokens, StreamedTokens, tune_workers
 from lightning_ups.data import workers as module
+from lightning_ups.data.fields import GeneratedFields
 from lightning_ups.data.workers import fewest_workers, measured_options, prefetch_factor, worker_options
 from tests.token_files import random_documents, token_folder
 
@@ -84,6 +85,12 @@ def test_datamodules_take_auto(monkeypatch, tmp_path):
     packed = PackedTokens(folder, seq_len=32, batch_size=1, val_fraction=0.1, num_workers="auto")
     packed.setup("fit")
     assert packed.train_dataloader().num_workers == packed.val_dataloader().num_workers == 1
+    fields = GeneratedFields(
+        equation="burgers", points=16, trajectories=2, val_trajectories=1, frames=4, batch_size=2,
+        num_workers="auto", cache_dir=str(tmp_path),
+    )  # fmt: skip
+    fields.setup("fit")
+    assert fields.train_dataloader().num_workers == fields.val_dataloader().num_workers == 1
     pytest.importorskip("tokenizers")
     texts = [f"text {index} " * 5 for index in range(99)]
     streamed = StreamedTokens([texts], tokenizer="bytes", seq_len=32, batch_size=1, num_workers="auto")

@@ -6,6 +6,7 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 from warnings import filterwarnings
@@ -19,6 +20,7 @@ from typing_extensions import override
 from lightning_ups.data.fields.equations import EQUATIONS, Equation, solve
 from lightning_ups.data.fields.files import open_fields
 from lightning_ups.data.fields.windows import Batch, InMemory, Statistics, Trajectories, Windows
+from lightning_ups.data.workers import Workers, as_it_is, worker_options
 from lightning_ups.order.arguments import check_choice, check_least
 
 _FORMAT = 1  # of the cache; raise it when equal arguments give other data
@@ -36,7 +38,7 @@ class FieldData(LightningDataModule, ABC):
         inputs: Frames that a model is given.
         targets: Frames that it predicts in training, as a rollout.
         val_targets: Frames that it predicts in validation; fewer if the trajectories are shorter.
-        num_workers: Worker processes of each loader.
+        num_workers: Worker processes of each loader; ``"auto"``: by a measurement of some seconds.
         seed: For the order of samples.
         cache_dir: Folder of the cache. None: ``lightning_ups`` in the user's cache.
     """
@@ -53,7 +55,7 @@ class FieldData(LightningDataModule, ABC):
         inputs: int = 1,
         targets: int = 1,
         val_targets: int = 8,
-        num_workers: int = 0,
+        num_workers: Workers = 0,
         seed: int = 0,
         cache_dir: str | None = None,
     ) -> None:
@@ -62,7 +64,8 @@ class FieldData(LightningDataModule, ABC):
         for name, value in sizes.items():
             check_least(name, value, 1, of=type(self).__name__, why="It counts samples or frames.")
         self.batch_size, self.inputs, self.targets, self.val_targets = map(int, sizes.values())
-        self.num_workers, self.seed = num_workers, int(seed)
+        self.num_workers: Workers = num_workers
+        self.seed = int(seed)
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_ups"
         self.cache_dir = Path(cache_dir or default)
         self._train: Sequence[tuple[Trajectories, int]] = ()
@@ -136,7 +139,15 @@ class FieldData(LightningDataModule, ABC):
     def _windows(self, chosen: Sequence[tuple[Trajectories, int]], *, targets: int, stride: int = 1) -> Windows:
         return Windows(chosen, statistics=self.statistics, inputs=self.inputs, targets=targets, stride=stride)
 
-    def _loader(self, windows: Windows, *, shuffle: bool) -> DataLoader[Batch]:
+    @cached_property
+    def _workers(self) -> dict[str, Any]:
+        def make(**workers: Any) -> DataLoader[Batch]:
+            return self._loader(self._windows(self._train, targets=self.targets), shuffle=True, workers=workers)
+
+        return worker_options(self.num_workers, make, self.trainer)
+
+    def _loader(self, windows: Windows, *, shuffle: bool, workers: dict[str, Any] | None = None) -> DataLoader[Batch]:
+        workers = workers or self._workers
         filterwarnings("ignore", message=".*does not have many workers")
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
@@ -145,10 +156,10 @@ class FieldData(LightningDataModule, ABC):
             shuffle=shuffle,
             generator=torch.Generator().manual_seed(self.seed) if shuffle else None,
             drop_last=shuffle,
-            collate_fn=_as_it_is,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
+            collate_fn=as_it_is,
+            persistent_workers=workers["num_workers"] > 0,
             pin_memory=on_gpu,
+            **workers,
         )
 
 
@@ -237,7 +248,7 @@ class StoredFields(FieldData):
         time_stride: Take one frame in so many.
         space_stride: Take one grid point in so many along each axis.
         statistics_from: At most so many trajectories are read for the statistics. None: all.
-        num_workers: Worker processes of each loader.
+        num_workers: As in `FieldData`.
         batching: The other arguments of `FieldData`.
 
     Raises:
@@ -255,7 +266,7 @@ class StoredFields(FieldData):
         time_stride: int = 1,
         space_stride: int = 1,
         statistics_from: int | None = 256,
-        num_workers: int = 2,
+        num_workers: Workers = 2,
         **batching: Any,
     ) -> None:
         super().__init__(num_workers=num_workers, **batching)
@@ -301,7 +312,3 @@ class StoredFields(FieldData):
 
 class HDF5Fields(StoredFields):
     """An earlier name of `StoredFields`, for configs and checkpoints that have it."""
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

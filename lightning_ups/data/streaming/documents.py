@@ -1,7 +1,6 @@
 """Documents of Hugging Face datasets, litdata folders and sequences, read in blocks from any position."""
 
 import glob
-import importlib
 from collections.abc import Iterator, Sequence
 from math import gcd
 from pathlib import Path
@@ -9,12 +8,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from lightning_ups._compat.optional.packages import require
 from lightning_ups._compat.optional.tokenizers import content_hash
 from lightning_ups.data.chat import content_of
 
 _BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _IN_FOLDERS = (*_BUILDERS, ".txt")
+_REQUIREMENTS = {"datasets": "datasets>=3", "litdata": "litdata>=0.2.40"}
 _SHARDS = 16  # of a source that can be indexed, in each lane: their order is shuffled, too
 
 
@@ -281,10 +282,4 @@ def _check_field(record: Any, field: str) -> None:
 
 
 def _library(package: str, name: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ImportError(
-            f"StreamedTokens: {name} needs {error.name or package}: pip install 'lightning-ups[data]'. Or `tokenize`"
-            " the files, and train on PackedTokens."
-        ) from None
+    return require(package, requirement=_REQUIREMENTS[package], extra="data", feature=f"StreamedTokens of {name}")

@@ -9,8 +9,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
-from lightning_ups.data.packed_tokens import PackedBatch, as_it_is
+from lightning_ups.data.packed_tokens import PackedBatch
 from lightning_ups.data.streaming.lanes import Recipe
+from lightning_ups.data.workers import as_it_is
 
 
 class Streams(IterableDataset[tuple[PackedBatch, str]]):

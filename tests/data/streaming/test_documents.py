@@ -154,7 +154,7 @@ def test_what_is_missing_is_named_in_a_line(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="Its fields: body"):
         one_pass([{"body": "a"}])
     monkeypatch.setitem(sys.modules, "litdata", None)
-    with pytest.raises(ImportError, match=r"lightning-ups\[data\]"):
+    with pytest.raises(ImportError, match=r"pip install .*'litdata>="):
         open_source("s3://bucket/chunks/")
     pytest.importorskip("datasets")
     for name in ("./none", "none*.jsonl", "none.parquet"):
