@@ -1,4 +1,4 @@
-"""`PDEModule` on one GPU: stock Lightning, stock with torch.compile, the preset, and loops without Lightning.
+"""`PDEModule` on one GPU: stock Lightning, with torch.compile, the preset, `StepGraph`, and loops without Lightning.
 
     python benchmarks/pde.py --budget 540 --rounds 3 --output pde.jsonl     # again until nothing is left
     python benchmarks/pde.py --report pde.jsonl --json pde.json
@@ -22,7 +22,7 @@ from zoo_modules import Line
 from zoo_modules.base import DISTINCT, Make, Work, normal
 from zoo_run import Meter, Side, Steps, preset
 
-from lightning_ups.callbacks import ActivationCheckpoint
+from lightning_ups.callbacks import ActivationCheckpoint, Compile, StepGraph
 from lightning_ups.models import PDEModule
 from lightning_ups.models.field_metrics import nrmse
 from lightning_ups.models.optimizer import decay_groups
@@ -59,6 +59,8 @@ def load() -> None:
     SIDES.update(
         hand=Side(dict, loop=by_hand),
         hand_compile=Side(dict, loop=partial(by_hand, is_compiled=True)),
+        step_graph=Side(_graphed),
+        step_graph_eager=Side(partial(_graphed, is_compiled=False)),
         float8=Side(partial(preset, "h200-fp8")),
         recompute=Side(_recomputed),
     )
@@ -122,6 +124,14 @@ def by_hand(module: PDEModule, make: Make, meter: Meter, *, is_compiled: bool = 
         run.steps += 1
         meter.on_train_batch_end(run, module, {"loss": loss}, None, 0)  # type: ignore[arg-type]
     meter.on_train_end(run, module)  # type: ignore[arg-type]
+
+
+def _graphed(*, is_compiled: bool = True) -> dict[str, Any]:
+    """Return the preset with one CUDA graph for the whole step, in place of those that it may choose."""
+    settings = preset()
+    callbacks = [callback for callback in settings["callbacks"] if not isinstance(callback, Compile)]
+    compiles = [Compile(scope="model")] if is_compiled else []
+    return {**settings, "callbacks": [*callbacks, *compiles, StepGraph(emulate=not torch.cuda.is_available())]}
 
 
 def _recomputed() -> dict[str, Any]:
@@ -188,7 +198,7 @@ if __name__ == "__main__":
             script=Path(__file__),
             description=__doc__,
             load=load,
-            sides=("stock", "preset", "hand_compile", "stock_compile", "hand"),
+            sides=("stock", "preset", "hand_compile", "step_graph", "stock_compile", "hand"),
             share=1,
             longest_first=False,
             report=report,

@@ -180,11 +180,14 @@ PURPOSES = (
         },
     ),
     Purpose(
-        "act between backward and step, and stop all ranks at the same step",
-        feature="StepGuard or a strategy",
+        "act between backward and step, replay a whole step, and stop all ranks at the same step",
+        feature="StepGuard, StepGraph or a strategy",
         test="test_every_rank_stops_at_the_same_step",
         patches={
             "lightning.pytorch.plugins.precision:Precision._after_closure": Patch(("model", "optimizer")),
+            "lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization.run": Patch(
+                ("optimizer", "batch_idx", "kwargs")
+            ),
             "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor": _PATCH,
             f"{_SIGNALS}._sigterm_notifier_fn": Patch(("signum",)),
             f"{_SIGNALS}._slurm_sigusr_handler_fn": Patch(("signum",)),

@@ -26,6 +26,16 @@ def test_a_loop_without_lightning_has_the_losses_of_stock(pde, import_benchmark,
     assert (hand["unchanged"], hand["step_ms"] > 0) == (stock["unchanged"], True)
 
 
+def test_a_step_graph_has_the_losses_of_the_preset_without_it(pde, import_benchmark):
+    run = import_benchmark("zoo_run").run
+    plain, graph = (
+        run(pde.LINES["10M_b4"], pde.SIDES[side], tiny=True, limit=200, blocks=(2, 0.0))
+        for side in ("precision", "step_graph_eager")
+    )
+    assert "error" not in graph, graph
+    assert graph["losses"][:8] == pytest.approx(plain["losses"][:8], rel=1e-3)
+
+
 def test_ratios_are_of_medians_over_rounds(pde):
     times = {"stock": (40.0, 44.0, 42.0), "preset": (10.0, 12.0, 11.0), "hand": (22.0, 21.0), "hand_compile": (10.0,)}
     common = {"line": "10M_b4", "losses": [1.0], "first_step_s": 2.0, "peak_gib": 3.0}

@@ -17,6 +17,11 @@ def has_own_step(optimizer: Optimizer) -> bool:
     return scaled or (own is not None and not hasattr(own, "_wrapped_by_lr_sched"))
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether functions are registered that a step of ``optimizer`` calls."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def count_step(optimizer: Optimizer) -> None:
     """Count a step for the schedulers of ``optimizer``, which warn if there was none."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1,0 +1,560 @@
+"""Replays a whole training step as one CUDA graph."""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ups._compat.lightning.step_loop import Logged, Outputs, StepLoop, reads_loader
+from lightning_ups._compat.torch.optimizers import needs_closure
+from lightning_ups.order import OnlyOne, PolicyPrecision, Refusal, Run, Stage, refuse_second, report_of
+from lightning_ups.order.arguments import check_least
+from lightning_ups.transforms.patching import instead_of
+from lightning_ups.transforms.quoted import listed
+from lightning_ups.transforms.step_graph import (
+    ConstantIndex,
+    CudaGraph,
+    EmulatedGraph,
+    Graph,
+    HostState,
+    Rates,
+    can_capture,
+    device_rates,
+    layout_of,
+    line_of,
+    names_read,
+    refusing_reads,
+    warmed_up,
+)
+
+_PART = "StepGraph"
+_IN_BACKWARD = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+_BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+_CONSTANTS = ("global_step", "current_epoch", "logger", "loggers")  # for a replay
+_NOT_WITH = ("StepGuard", "ActivationOffload", "OptimizerOffload")
+
+
+class StepGraph(Callback, OnlyOne):
+    """Capture a whole training step as one CUDA graph, and replay it: forward, backward, clipping and optimizer step.
+
+    Use it where the GPU waits for the host: small models and small batches of one shape, on one GPU. The first steps
+    run as without this callback. Then a step is captured, and each later batch is copied to the memory that the graph
+    reads. What the step logs is logged again after each replay. Random numbers differ from step to step, as always.
+
+    A replay repeats the work of the GPU and no Python code of the step. What would go wrong is an error, by name:
+    hooks between forward and backward, values read on the host, attributes that the step changes, numbers that it logs.
+    A batch of another shape runs without the graph.
+
+    The optimizer's step is in the graph if it is torch's Adam, AdamW or SGD with ``fused=True``. Otherwise, and if
+    hooks run before the step, the optimizer steps outside of the graph, and a log line says why.
+
+    Args:
+        warmup_steps: Training steps of one shape before it is captured.
+        shapes: The number of batch shapes that get a graph. Each keeps its activations in memory.
+        emulate: Run the step again where a graph would be replayed, on any device, for tests.
+
+    Raises:
+        ValueError: If an argument is out of range, or if this run does not support it.
+        RuntimeError: If a step cannot be captured.
+
+    Example::
+
+        Trainer(callbacks=[StepGraph(), Compile(scope="model")], precision="bf16-mixed")
+    """
+
+    def __init__(self, *, warmup_steps: int = 3, shapes: int = 1, emulate: bool = False) -> None:
+        for name, value in (("warmup_steps", warmup_steps), ("shapes", shapes)):
+            check_least(name, value, 1, of=_PART, why="It is a number of steps or shapes.")
+        self.warmup_steps, self.shapes, self.emulate = warmup_steps, shapes, emulate
+        self._running: _Running | None = None
+        self._undo = ExitStack()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        run = Run.of(trainer)
+        refuse_second(run)
+        if stage == "fit":
+            for refusal in _REFUSALS:
+                if refusal.holds(run):
+                    raise ValueError(refusal.text(run))
+            if run.accelerator != "cuda" and not self.emulate:
+                raise ValueError(
+                    f"StepGraph needs CUDA graphs, and this run is on {run.accelerator}."
+                    " Leave it out, or write StepGraph(emulate=True) to test it."
+                )
+            if not isinstance(trainer.strategy, SingleDeviceStrategy):
+                raise ValueError(
+                    f"StepGraph is given with {type(trainer.strategy).__name__}. It captures the step of one device."
+                    " Use devices=1 and strategy='auto', or leave StepGraph out."
+                )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+        if reads_loader(trainer):
+            raise ValueError(
+                "StepGraph is given, and training_step takes dataloader_iter. A replay cannot read a loader."
+                " Take a batch, or leave StepGraph out."
+            )
+        if needs_closure(trainer.optimizers[0]):
+            raise ValueError(
+                f"StepGraph is given with {type(trainer.optimizers[0]).__name__}, which computes the loss several times"
+                " in a step. Use another optimizer, or leave StepGraph out."
+            )
+        self._running = _Running(self, trainer)
+        self._undo.enter_context(self._running.loop.replaced(self._running.run))
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._running is not None:
+            self._running.checks_memory = True
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._running is not None:
+            self._running.checks_memory = True
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._running is not None:
+            self._running.conclude()
+        self._close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._undo.close()
+        self._running = None
+
+
+class _Captured:
+    """A captured step: its graph, and the memory that it reads and writes."""
+
+    def __init__(self, graph: Graph, inputs: list[Tensor], before: "list[Tensor | None] | None") -> None:
+        self.graph, self.inputs = graph, inputs
+        self.before = before  # the gradients to which it adds, or None
+        self.gradients: list[Tensor | None] = []
+        self.outputs: Outputs = {}
+        self.logged: Logged | None = None
+
+
+@dataclass
+class _Kind:
+    """The steps of one layout and phase."""
+
+    steps: int = 0
+    captured: _Captured | None = None
+
+
+class _Running:
+    """The steps of a fit."""
+
+    def __init__(self, settings: StepGraph, trainer: Trainer) -> None:
+        self.loop = StepLoop(trainer)
+        self._settings, self._trainer, self._module = settings, trainer, trainer.lightning_module
+        self._device = trainer.strategy.root_device
+        self._emulates = settings.emulate or self._device.type != "cuda"
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._layouts: list[Hashable] = []  # those with a graph
+        self._bound: list[Tensor | None] | None = None  # the gradients of parameters, as a graph has left them
+        self._parameters: Sequence[nn.Parameter] = [*self._module.parameters()]
+        self._memory: list[Any] = []
+        self.checks_memory = False  # before the next batch: callbacks may have replaced tensors
+        self._rates: Rates | None = None
+        self._stream = None if self._emulates else torch.cuda.Stream(self._device)
+        self._pool: Any = None if self._emulates else torch.cuda.graph_pool_handle()
+        self._replayed, self._said_other = 0, False
+        callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._compile = [c for c in callbacks if getattr(c, "stage", None) is Stage.COMPILE]
+        self._prefetch = [c for c in callbacks if type(c).__name__ == "DevicePrefetch"]
+        self._hooks: list[Callable[..., Any]] = [c.on_before_backward for c in self._prefetch]
+        self._outside = self._why_outside(callbacks)
+
+    def _why_outside(self, callbacks: Sequence[Any]) -> str | None:
+        """Return why the optimizer steps outside of the graph, or None if it does not."""
+        if hooks := _overridden(self._module, callbacks, _BEFORE_STEP):
+            return f"{hooks[0]} runs before its step"
+        return can_capture(self._trainer.optimizers[0])
+
+    # One batch
+
+    def run(self, stock: Callable[..., Outputs], optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Outputs:
+        """Train on one batch, by replaying a graph if there is one."""
+        if self.checks_memory:
+            self._check_memory()
+        inputs: list[Tensor] = []
+        try:
+            layout = layout_of(kwargs["batch"], inputs, device=self._device)
+        except TypeError as error:
+            raise RuntimeError(
+                f"StepGraph cannot copy a batch that contains {error}. Return containers of tensors on"
+                f" {self._device}, numbers and strings from the loader, or leave StepGraph out."
+            ) from None
+        phase = self.loop.phase(batch_idx)
+        kind = self._kinds.setdefault((layout, phase), _Kind())
+        kind.steps += 1
+        is_first, steps = phase[1:]
+        captured = kind.captured
+        if captured is None and self._may_capture(kind, layout, is_first=is_first):
+            whole = steps and self._outside is None
+            return self._capture(kind, layout, stock, optimizer, batch_idx, kwargs, phase=phase, whole=whole)
+        if captured is None or (captured.before is not None and captured.before is not self._bound):
+            return self._train(kind, layout, stock, optimizer, batch_idx, kwargs)
+        if steps and self._outside is None and self._rates is not None and self._rates.changed():
+            self._leave_optimizer_out("an option of the optimizer changes during training")
+            return self._train(kind, layout, stock, optimizer, batch_idx, kwargs)
+        if captured.inputs:
+            torch._foreach_copy_(captured.inputs, inputs)
+        return self._replay(captured, batch_idx, is_first=is_first, steps=steps)
+
+    def _train(
+        self,
+        kind: _Kind,
+        layout: Hashable,
+        stock: Callable[..., Outputs],
+        optimizer: Optimizer,
+        batch_idx: int,
+        kwargs: Any,
+    ) -> Outputs:
+        """Train without a graph."""
+        self._bound = None
+        if self._layouts and layout not in self._layouts and not self._said_other:
+            self._said_other = True
+            self._say("a batch of another shape runs without the graph; raise shapes= to capture it too")
+        is_warmup = kind.captured is None and kind.steps <= self._settings.warmup_steps
+        with warmed_up(self._stream if is_warmup else None):
+            return stock(optimizer, batch_idx, kwargs)
+
+    def _may_capture(self, kind: _Kind, layout: Hashable, *, is_first: bool) -> bool:
+        if kind.steps <= self._settings.warmup_steps or (not is_first and self._bound is None):
+            return False
+        # Compile still compares, or has something new to check.
+        if any(callable(callback.on_train_batch_end) for callback in self._compile):
+            return False
+        return layout in self._layouts or len(self._layouts) < self._settings.shapes
+
+    def _capture(
+        self,
+        kind: _Kind,
+        layout: Hashable,
+        stock: Callable[..., Outputs],
+        optimizer: Optimizer,
+        batch_idx: int,
+        kwargs: Any,
+        *,
+        phase: tuple[int, bool, bool],
+        whole: bool,
+    ) -> Outputs:
+        is_first, steps = phase[1:]
+        static = {**kwargs, "batch": apply_to_collection(kwargs["batch"], Tensor, Tensor.clone)}
+        if "batch_idx" in static:
+            static["batch_idx"] = ConstantIndex(batch_idx)
+        if whole and self._rates is None:
+            self._rates = Rates(optimizer, self._device)
+        if whole and self._rates is not None:
+            self._rates.update()
+        graph: Graph = EmulatedGraph(self._parameters) if self._stream is None else CudaGraph(self._stream, self._pool)
+        captured = _Captured(graph, [], None if is_first else self._bound)
+        layout_of(static["batch"], captured.inputs, device=self._device)
+
+        def step() -> list[Tensor]:
+            logged = Logged(self._module)
+            with ExitStack() as around:
+                around.enter_context(self.loop.uncounted())
+                around.enter_context(logged.recording())
+                around.enter_context(device_rates(optimizer, self._rates if whole else None))
+                for callback in self._prefetch:
+                    around.enter_context(instead_of(callback, "on_before_backward", _do_nothing))
+                if self._emulates and captured.logged is None:
+                    around.enter_context(_checked_reads(self._trainer.strategy))
+                run = stock if whole else self.loop.closure
+                outputs = run(optimizer, batch_idx, static)
+            if not outputs:
+                raise RuntimeError("training_step returned None")
+            outputs = apply_to_collection(outputs, Tensor, Tensor.detach)
+            if captured.logged is None:
+                captured.logged, captured.outputs = logged, outputs
+            tensors = [*logged.values]
+            apply_to_collection(outputs, Tensor, tensors.append)
+            return tensors
+
+        host = HostState(self._module, self._device)
+        if not (whole or not steps):
+            return self._capture_closure(kind, layout, captured, step, host, batch_idx, is_first=is_first)
+        self._capture_step(captured, step, host)
+        self._keep(kind, layout, captured)
+        self.loop.count(is_first=is_first, steps=steps)
+        return self._after_replay(captured)
+
+    def _capture_closure(
+        self,
+        kind: _Kind,
+        layout: Hashable,
+        captured: _Captured,
+        step: Callable[[], list[Tensor]],
+        host: HostState,
+        batch_idx: int,
+        *,
+        is_first: bool,
+    ) -> Outputs:
+        """Capture forward and backward, while the optimizer steps as in a stock run."""
+        outputs: list[Outputs] = []
+
+        def closure() -> Any:
+            self._capture_step(captured, step, host)
+            self._keep(kind, layout, captured)
+            self.loop.count(is_first=is_first, steps=False)
+            outputs.append(self._after_replay(captured))
+            return outputs[0]["loss"]
+
+        self.loop.optimizer_step(batch_idx, closure)
+        return outputs[0]
+
+    def _capture_step(self, captured: _Captured, step: Callable[[], list[Tensor]], host: HostState) -> None:
+        name = type(self._module).__name__
+        try:
+            captured.graph.capture(step)
+        except Exception as error:
+            raise RuntimeError(
+                f"StepGraph cannot capture the step of {name}: {line_of(error)}."
+                " A CUDA graph reads no values on the host, and each replay repeats what was captured."
+                " Keep values in tensors on the device, move the line to on_train_batch_end, or leave StepGraph out."
+            ) from error
+        if changes := host.changes():
+            raise RuntimeError(
+                f"StepGraph cannot replay the step of {name}: it changes {listed(changes)} on the host."
+                " Change tensors in place and draw random numbers on the device, do it in on_train_batch_end,"
+                " or leave StepGraph out."
+            )
+
+    def _keep(self, kind: _Kind, layout: Hashable, captured: _Captured) -> None:
+        kind.captured = captured
+        gradients: list[Tensor | None] = [parameter.grad for parameter in self._parameters]
+        before = captured.before
+        is_same = before is not None and all(one is other for one, other in zip(before, gradients, strict=True))
+        captured.gradients = self._bound = before if is_same and before is not None else gradients
+        self._memory = self._look()
+        if layout not in self._layouts:
+            self._layouts.append(layout)
+            where = "" if self._outside is None else f"; the optimizer steps outside of it: {self._outside}"
+            self._say(f"the step is one {'emulated' if self._emulates else 'CUDA'} graph{where}")
+
+    def _replay(self, captured: _Captured, batch_idx: int, *, is_first: bool, steps: bool) -> Outputs:
+        if not steps or self._outside is None:
+            if steps and self._rates is not None:
+                self._rates.update()
+            captured.graph.replay()
+            self.loop.count(is_first=is_first, steps=steps)
+            return self._after_replay(captured)
+        outputs: list[Outputs] = []
+
+        def closure() -> Any:
+            captured.graph.replay()
+            self.loop.count(is_first=is_first, steps=False)
+            self._bound = None  # the last step may have dropped them
+            outputs.append(self._after_replay(captured))
+            return outputs[0]["loss"]
+
+        self.loop.optimizer_step(batch_idx, closure)
+        return outputs[0]
+
+    def _after_replay(self, captured: _Captured) -> Outputs:
+        """Do on the host what follows a replay, and return copies of its outputs."""
+        self._replayed += 1
+        for hook in self._hooks:
+            hook(self._trainer, self._module, captured.outputs["loss"])
+        if self._bound is not captured.gradients:
+            self._bound = captured.gradients
+            for parameter, gradient in zip(self._parameters, captured.gradients, strict=True):
+                parameter.grad = gradient
+        if captured.logged is not None:
+            captured.logged.repeat(self._trainer)
+        return {
+            name: value.clone() if isinstance(value, Tensor) else apply_to_collection(value, Tensor, Tensor.clone)
+            for name, value in captured.outputs.items()
+        }
+
+    # The run
+
+    def _leave_optimizer_out(self, why: str) -> None:
+        self._outside = why
+        self._forget()
+        self._say(f"the optimizer steps outside of the graph from now on: {why}")
+
+    def _forget(self) -> None:
+        self._kinds.clear()
+        self._layouts.clear()
+        self._bound = self._rates = None
+
+    def _check_memory(self) -> None:
+        """Capture anew if tensors of the step have moved."""
+        self.checks_memory = False
+        self._bound = None  # validation drops gradients
+        if self._layouts and self._look() != self._memory:
+            self._forget()
+            self._say("parameters, buffers or optimizer state have moved: the step is captured anew")
+
+    def _look(self) -> list[Any]:
+        states = (state for optimizer in self._trainer.optimizers for state in optimizer.state.values())
+        values = (value for state in states if isinstance(state, dict) for value in state.values())
+        return [
+            *[(parameter.data_ptr(), parameter.requires_grad) for parameter in self._module.parameters()],
+            *[buffer.data_ptr() for buffer in self._module.buffers()],
+            *[value.data_ptr() for value in values if isinstance(value, Tensor)],
+            *[module.training for module in self._module.modules()],
+            self._trainer.gradient_clip_val,
+        ]
+
+    def conclude(self) -> None:
+        """Report what was replayed."""
+        report_of(self._trainer).update(_PART, replayed=self._replayed, graphs=len(self._layouts))
+        if not self._replayed:
+            rank_zero_warn(
+                f"StepGraph captured no step: no batch shape came more than {self._settings.warmup_steps} times before"
+                " the run ended. Use batches of one shape, or leave StepGraph out."
+            )
+
+    def _say(self, line: str) -> None:
+        rank_zero_info(f"{_PART}: {line}")
+        report_of(self._trainer).note(_PART, line)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+@contextmanager
+def _checked_reads(strategy: Any) -> Iterator[None]:
+    stock = strategy.training_step
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        with refusing_reads():
+            return stock(*args, **kwargs)
+
+    with instead_of(strategy, "training_step", training_step):
+        yield
+
+
+# Refusals
+
+
+def _overridden(module: LightningModule, callbacks: Sequence[Any], hooks: Sequence[str]) -> list[str]:
+    """Return ``hooks`` of the module and of callbacks of others, by class."""
+    owners = [(module, LightningModule), *[(c, Callback) for c in callbacks if not _is_ours(c)]]
+    return [
+        f"{type(owner).__name__}.{hook}"
+        for owner, parent in owners
+        for hook in hooks
+        if hasattr(parent, hook) and is_overridden(hook, owner, parent=parent)
+    ]
+
+
+def _is_ours(callback: Any) -> bool:
+    return type(callback).__module__.startswith("lightning_ups.")
+
+
+def _hooks_inside(run: Run) -> list[str]:
+    inside = _overridden(run.module, run.callbacks, _IN_BACKWARD)
+    return [*inside, *_overridden(run.module, (), ("optimizer_zero_grad",))]
+
+
+def _constants_read(run: Run) -> list[str]:
+    return names_read(run.module, "training_step", _CONSTANTS)
+
+
+def _not_with(run: Run) -> list[str]:
+    return [type(callback).__name__ for callback in run.callbacks if type(callback).__name__ in _NOT_WITH]
+
+
+def _graphs_of_compile(run: Run) -> list[str]:
+    return [
+        type(step).__name__
+        for step in run.declarations
+        if step.replays_cuda_graphs or getattr(step, "chooses_mode", False)
+    ]
+
+
+def _has_plain_precision(precision: Precision) -> bool:
+    if isinstance(precision, PolicyPrecision):
+        return type(precision).__name__ in ("BF16Precision", "PolicyPrecision") and precision.weights == "autocast"
+    if isinstance(precision, MixedPrecision):
+        return precision.scaler is None
+    return precision.precision in ("32-true", "bf16-true", "64-true")
+
+
+_LEAVE = "or leave StepGraph out."
+_REFUSALS = (
+    Refusal(
+        what=lambda run: f"StepGraph is given for a run on {run.num_devices * run.num_nodes} devices.",
+        why="It captures the step of one device.",
+        cure=f"Use devices=1, {_LEAVE}",
+        holds=lambda run: run.num_devices * run.num_nodes > 1,
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given, and {type(run.module).__name__} optimizes manually.",
+        why="It captures the step that Lightning makes with automatic optimization.",
+        cure=f"Set automatic_optimization = True, {_LEAVE}",
+        holds=lambda run: not run.module.automatic_optimization,
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given with {type(run.precision).__name__}, {run.precision.precision!r}.",
+        why="Its steps do more than the GPU can repeat alone, such as scaling losses.",
+        cure=f"Use precision='bf16-mixed' or BF16Precision(), {_LEAVE}",
+        holds=lambda run: not _has_plain_precision(run.precision),
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given with {_graphs_of_compile(run)[0]}, which may replay CUDA graphs itself.",
+        why="One graph cannot contain the replay of another.",
+        cure="Use Compile(mode='default').",
+        holds=lambda run: bool(_graphs_of_compile(run)),
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given, and torch.compile({type(run.module).__name__}) to the Trainer.",
+        why="Compiled code would contain what StepGraph records of the step.",
+        cure="Pass the module as it is, with the callback Compile(scope='model').",
+        holds=lambda run: run.compiled_by_user,
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given with {_not_with(run)[0]}.",
+        why="Its work in each step is done by the host, which a replay leaves out.",
+        cure="Keep one of the two.",
+        holds=lambda run: bool(_not_with(run)),
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given with detect_anomaly={run.detects_anomalies}.",
+        why="It reads each gradient on the host.",
+        cure="Leave one of the two out.",
+        holds=lambda run: run.detects_anomalies,
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given, and {_hooks_inside(run)[0]} is called inside the step.",
+        why="A replay runs no Python code, so the hook would have no effect.",
+        cure=f"Move its code to on_train_batch_end, {_LEAVE}",
+        holds=lambda run: bool(_hooks_inside(run)),
+    ),
+    Refusal(
+        what=lambda run: (
+            f"StepGraph is given, and training_step of {type(run.module).__name__} reads {_constants_read(run)[0]}."
+        ),
+        why="It would keep the value that it has when the step is captured.",
+        cure=f"Read it in on_train_batch_start, and keep what follows from it in a buffer, {_LEAVE}",
+        holds=lambda run: bool(_constants_read(run)),
+    ),
+)

@@ -1,0 +1,98 @@
+"""Capture and replay: as a CUDA graph, and emulated for tests without a GPU."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Graph(Protocol):
+    """A step that is captured once, and then replayed on the same memory."""
+
+    def capture(self, step: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Capture ``step`` and run it once; return its outputs, which each replay overwrites."""
+        ...
+
+    def replay(self) -> None:
+        """Run the step on what its inputs now contain."""
+        ...
+
+
+@contextmanager
+def warmed_up(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Run the kernels of the context on ``stream``, as torch asks for before a capture."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
+class CudaGraph:
+    """A CUDA graph.
+
+    Args:
+        stream: The stream on which the step was warmed up.
+        pool: The memory pool, which graphs may share if nothing reads the outputs of one after another's replay.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
+        self._stream, self._pool = stream, pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, step: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Capture ``step`` and run it once; return its outputs, which each replay overwrites."""
+        outputs: list[Tensor] = []
+        failure: list[Exception] = []
+        try:
+            # Other threads, such as one that pins memory, may call CUDA meanwhile.
+            with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                try:
+                    outputs = step()
+                except Exception as error:
+                    failure.append(error)
+                    raise
+        except Exception as error:  # noqa: BLE001  (raised again)
+            raise failure[0] if failure else error from None  # the end of a failed capture raises as well
+        self.replay()
+        return outputs
+
+    def replay(self) -> None:
+        """Run the step on what its inputs now contain."""
+        self._graph.replay()
+
+
+class EmulatedGraph:
+    """Runs the step again at each replay, and copies the results to the memory of the first ones.
+
+    Args:
+        parameters: The parameters whose gradients the step computes.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._step: Callable[[], list[Tensor]] = list
+        self._outputs: list[Tensor] = []
+        self._gradients: list[Tensor | None] = []
+
+    def capture(self, step: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Run ``step``; return its outputs, which each replay overwrites."""
+        self._step, self._outputs = step, step()
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        return self._outputs
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run the step on what its inputs now contain."""
+        with torch.enable_grad():
+            outputs = self._step()
+        for old, new in zip(self._outputs, outputs, strict=True):
+            old.copy_(new)
+        for parameter, old in zip(self._parameters, self._gradients, strict=True):
+            if old is not None and parameter.grad is not None and parameter.grad is not old:
+                old.copy_(parameter.grad)
+            parameter.grad = old
