@@ -80,7 +80,7 @@ class Model(nn.Module):
 def trained(how, sharded, as_on_a_gpu=False):
     if as_on_a_gpu:  # there an optimizer takes lists by default
         devices = "_get_foreach_kernels_supported_devices"
-        with mock.patch.object(sys.modules["torch.optim.optimizer"], devices, lambda: ["cpu"]):
+        with mock.patch.object(sys.modules["torch.optim.optimizer"], devices, return_value=["cpu"]):
             return trained(how, sharded)
     model = Model()
     if sharded:
