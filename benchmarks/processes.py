@@ -7,6 +7,7 @@ All that a run has started ends with it, also when the benchmark itself is told 
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -169,10 +170,15 @@ def _rank(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens to."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Return a port of this machine that nobody listens to.
+
+    It lies below the ports that the system gives to connections, which another run could take before this one begins.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)  # no secret
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 _RUN = "UPS_BENCHMARK_RUN"  # tells by the environment who belongs to a run
