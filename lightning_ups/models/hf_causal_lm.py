@@ -19,6 +19,7 @@ from lightning_ups.models.hf_loading import from_config, from_pretrained, has_pl
 from lightning_ups.models.optimizer import Schedule, ScheduledAdamW
 from lightning_ups.order.arguments import check_choice
 from lightning_ups.state.checkpoint import MODELS, described
+from lightning_ups.transforms.forward import replaced_only_by
 
 _IGNORED = -100
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
@@ -186,8 +187,10 @@ class HFCausalLM(ScheduledAdamW):
 
     def _loss(self, inputs: dict[str, Any], targets: Tensor, *, balanced: bool = True) -> Tensor:
         model, head = self._plain, self._plain.get_output_embeddings()
-        # A conversion, or a strategy that splits the head, works in its forward.
-        as_it_was = type(head) is nn.Linear and "forward" not in vars(head) and not isinstance(head.weight, DTensor)
+        # A conversion, or a strategy that splits the head, works in its forward. Compile changes nothing there.
+        as_it_was = (
+            replaced_only_by(head, "compiler") and type(head) is nn.Linear and not isinstance(head.weight, DTensor)
+        )
         if self._plain_head and as_it_was:
             return linear_cross_entropy(model.base_model(**inputs, use_cache=False)[0], head.weight, targets)
         output = model(**inputs, use_cache=False)

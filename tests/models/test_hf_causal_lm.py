@@ -3,11 +3,13 @@ import warnings
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_ups.callbacks import Compile
 from lightning_ups.data import PackedTokens
-from lightning_ups.models import HFCausalLM
+from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy
+from lightning_ups.models import HFCausalLM, hf_causal_lm
 from lightning_ups.precision import BF16Precision
 from tests.hf_models import config, packed, pretrained
 from tests.strategies.cases import two_ranks
@@ -90,6 +92,25 @@ def test_logits_are_not_computed_where_the_head_is_plain(monkeypatch):
     made.model.lm_head.forward = lambda hidden: hidden @ made.model.lm_head.weight.T  # as a conversion does
     with pytest.raises(TypeError):
         made.loss(batch)
+
+
+class EndsEarly(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = trainer.global_step >= 4
+
+
+def test_logits_are_not_computed_either_where_auto_compiles_the_head(monkeypatch, tmp_path):
+    made, calls = module(), []
+
+    def counted(*given):
+        calls.append(1)
+        return linear_cross_entropy(*given)
+
+    monkeypatch.setattr(hf_causal_lm, "linear_cross_entropy", counted)
+    callbacks = [Compile(scope="auto", backend="aot_eager"), EndsEarly()]
+    run = trainer(tmp_path, max_steps=100_000, callbacks=callbacks, limit_val_batches=0)
+    run.fit(made, data(tmp_path))
+    assert len(calls) == run.global_step == 4
 
 
 def test_perplexity_is_that_of_the_mean_over_tokens(tmp_path):
