@@ -31,6 +31,7 @@ from lightning_ups.transforms.step_graph import (
     Rates,
     can_capture,
     device_rates,
+    difference,
     layout_of,
     line_of,
     names_read,
@@ -42,6 +43,7 @@ _PART = "StepGraph"
 _IN_BACKWARD = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 _BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 _CONSTANTS = ("global_step", "current_epoch", "logger", "loggers")  # for a replay
+_MOST_KINDS = 256  # that are counted, where shapes vary without end
 _NOT_WITH = ("StepGuard", "ActivationOffload", "OptimizerOffload")
 
 
@@ -171,7 +173,7 @@ class _Running:
         self._settings, self._trainer, self._module = settings, trainer, trainer.lightning_module
         self._device = trainer.strategy.root_device
         self._emulates = settings.emulate or self._device.type != "cuda"
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds: dict[tuple[Hashable, Hashable], _Kind] = {}
         self._layouts: list[Hashable] = []  # those with a graph
         self._bound: list[Tensor | None] | None = None  # the gradients of parameters, as a graph has left them
         self._parameters: Sequence[nn.Parameter] = [*self._module.parameters()]
@@ -208,7 +210,10 @@ class _Running:
                 f" {self._device}, numbers and strings from the loader, or leave StepGraph out."
             ) from None
         phase = self.loop.phase(batch_idx)
-        kind = self._kinds.setdefault((layout, phase), _Kind())
+        if (kind := self._kinds.get((layout, phase))) is None:
+            kind = _Kind()
+            if len(self._kinds) < _MOST_KINDS:
+                self._kinds[layout, phase] = kind
         kind.steps += 1
         is_first, steps = phase[1:]
         captured = kind.captured
@@ -237,7 +242,8 @@ class _Running:
         self._bound = None
         if self._layouts and layout not in self._layouts and not self._said_other:
             self._said_other = True
-            self._say("a batch of another shape runs without the graph; raise shapes= to capture it too")
+            differs = difference(layout, self._layouts[0])
+            self._say(f"batches of another shape run without the graph ({differs}); raise shapes to capture them too")
         is_warmup = kind.captured is None and kind.steps <= self._settings.warmup_steps
         with warmed_up(self._stream if is_warmup else None):
             return stock(optimizer, batch_idx, kwargs)
@@ -426,9 +432,11 @@ class _Running:
         """Report what was replayed."""
         report_of(self._trainer).update(_PART, replayed=self._replayed, graphs=len(self._layouts))
         if not self._replayed:
+            layouts = [*dict.fromkeys(layout for layout, _ in self._kinds)]
+            differ = f"batches differ ({difference(*layouts[:2])})" if len(layouts) > 1 else "the run was too short"
             rank_zero_warn(
-                f"StepGraph captured no step: no batch shape came more than {self._settings.warmup_steps} times before"
-                " the run ended. Use batches of one shape, or leave StepGraph out."
+                f"StepGraph captured no step, because {differ}. It captures after {self._settings.warmup_steps} steps"
+                " with batches of one shape, and once Compile has chosen. Use such batches, or leave StepGraph out."
             )
 
     def _say(self, line: str) -> None:

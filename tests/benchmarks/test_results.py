@@ -174,7 +174,10 @@ def test_what_auto_gained_beside_bfloat16_in_one_call_is_as_told():
     predicted = json.loads((RESULTS / "2026-11-24_float8_predictions" / "predict_150M.json").read_text())["gain_auto"]
     gain = bf16 / auto - 1
     assert abs(gain - predicted) < 0.05
-    assert f"{100 * gain:+.1f} % compared with bfloat16 in one call" in (ROOT / "docs" / "guides" / "advise.md").read_text()
+    assert (
+        f"{100 * gain:+.1f} % compared with bfloat16 in one call"
+        in (ROOT / "docs" / "guides" / "advise.md").read_text()
+    )
     text = (folder / "README.md").read_text()
     assert f"| {bf16:.2f} |" in text
     assert f"| {auto:.2f} | {100 * gain:+.1f} % | {100 * predicted:+.1f} % |" in text

@@ -173,6 +173,7 @@ def test_a_batch_of_another_shape_runs_without_the_graph(tmp_path, caplog, shape
     others = [line for line in lines(caplog) if "another shape" in line]
     captured = [line for line in lines(caplog) if "one emulated graph" in line]
     assert len(others) == 1
+    assert "[2, 4] and [4, 4]" in others[0]
     assert len(captured) == shapes
 
 
@@ -363,3 +364,10 @@ def test_it_needs_a_gpu_and_numbers_above_zero(tmp_path):
 def test_a_run_without_a_graph_is_told(tmp_path):
     with pytest.warns(UserWarning, match="StepGraph captured no step"):
         fit(tmp_path, Net(), StepGraph(emulate=True, warmup_steps=100))
+
+
+def test_values_that_are_no_tensors_keep_batches_apart(tmp_path):
+    data = [{"x": torch.randn(4, 4), "name": str(index)} for index in range(300)]
+    module = stepping(lambda self, batch, batch_idx: self.net(batch["x"]).square().mean())
+    with pytest.warns(UserWarning, match=r"batches differ \('0' and '1'\)"):
+        fit(tmp_path, module, StepGraph(emulate=True), data=DataLoader(data, batch_size=None), max_epochs=1)

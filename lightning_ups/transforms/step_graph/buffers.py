@@ -33,3 +33,11 @@ def layout_of(batch: Any, tensors: list[Tensor], *, device: torch.device) -> Has
             *[layout_of(getattr(batch, field.name), tensors, device=device) for field in fields(batch)],
         )
     raise TypeError(f"an object of {type(batch).__name__}")
+
+
+def difference(one: Any, other: Any) -> str:
+    """Return the first difference of two layouts."""
+    are_sizes = isinstance(one, torch.Size) and isinstance(other, torch.Size)
+    if not are_sizes and isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return next(difference(*pair) for pair in zip(one, other, strict=True) if pair[0] != pair[1])
+    return f"{[*one]} and {[*other]}" if are_sizes else f"{one!r} and {other!r}"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_ups.transforms.step_graph import layout_of
+from lightning_ups.transforms.step_graph import difference, layout_of
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "one other")
@@ -56,3 +56,15 @@ def test_others_differ(one, other):
 def test_what_a_graph_cannot_read_is_refused(batch):
     with pytest.raises(TypeError):
         layout(batch)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ({"x": X}, {"x": X[:1]}, "[2, 3] and [1, 3]"),
+        ((X, Y), (X, Y.double()), "torch.float32 and torch.float64"),
+        ({"x": X, "n": "a"}, {"x": X, "n": "b"}, "'a' and 'b'"),
+    ],
+)
+def test_the_first_difference_is_told(one, other, said):
+    assert difference(layout(one)[0], layout(other)[0]) == said
