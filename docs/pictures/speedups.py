@@ -1,0 +1,109 @@
+"""How many times as fast each module of the zoo trains with `preset: h100`: one bar for each, from raw output."""
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from pictures import svg
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+FAMILIES = {  # as they are shown
+    "Lightning's demos": "Lightning demos",
+    "convolutional": "convolutions",
+    "decoder": "decoders",
+    "encoder": "encoders",
+    "encoder-decoder": "image-text, seq2seq",
+    "equation": "operators, equations",
+    "graph": "graph networks",
+    "image and text": "image-text, seq2seq",
+    "mixture of experts": "mixtures of experts",
+    "operator": "operators, equations",
+    "segmentation and detection": "segmentation, boxes",
+    "series": "Mamba, PatchTST",
+    "state space": "Mamba, PatchTST",
+    "vision transformer": "vision transformers",
+    "ways to train": "GAN, EMA, LoRA ...",
+}
+WIDTH, HEIGHT, TOP, BOTTOM, LEFT = 960, 400, 84, 276, 84
+BAR, LEAST, MOST = 7.3, 0.65, 12.0
+
+
+def speedups() -> dict[str, tuple[str, float]]:
+    """Return the family and the speed-up of each module, from the last call that trained both sides."""
+    steps: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    families = {}
+    for path in sorted(RESULTS.glob("**/*zoo*/*.jsonl")):
+        for record in map(json.loads, path.read_text().splitlines()):
+            if record["kind"] == "run" and record["side"] in ("stock", "preset") and not record["tiny"]:
+                families[record["line"]] = record["family"]
+                if "step_ms" in record:
+                    steps[record["line"]][record["call"]][record["side"]].append(_step(record))
+    found = {}
+    for name, calls in steps.items():
+        last = max((call for call, sides in calls.items() if len(sides) == 2), default=None)
+        if last is not None:
+            found[name] = (
+                families[name],
+                statistics.fmean(calls[last]["stock"]) / statistics.fmean(calls[last]["preset"]),
+            )
+    return found
+
+
+def _step(record: dict[str, Any]) -> float:
+    return statistics.median(record["blocks_ms"])
+
+
+def height(ratio: float) -> float:
+    """Return where a ratio is on the axis, which is logarithmic."""
+    return BOTTOM - (BOTTOM - TOP) * math.log(ratio / LEAST) / math.log(MOST / LEAST)
+
+
+def draw() -> str:
+    """Return the picture."""
+    found = speedups()
+    median = statistics.median(ratio for _, ratio in found.values())
+    families = defaultdict(list)
+    for name, (family, ratio) in found.items():
+        families[FAMILIES.get(family, family)].append((ratio, name))
+    shapes = [
+        svg.text(
+            20, 32, f"Training speed of {len(found)} unmodified modules of other libraries", size=18, font_weight="600"
+        ),
+        svg.text(
+            20,
+            54,
+            "preset: h100 compared with Lightning's bf16-mixed, on one H100 or H200; a bar for each module",
+            size=13,
+            fill=svg.SOFT,
+        ),
+    ]
+    for ratio in (1, 2, 4, 8):
+        y = height(ratio)
+        shapes += [
+            svg.line(LEFT, y, WIDTH - 16, y, svg.GREY if ratio == 1 else svg.GRID),
+            svg.text(LEFT - 8, y + 4, f"{ratio}x", fill=svg.SOFT, anchor="end"),
+        ]
+    x, edge = LEFT + 6.0, height(1)
+    ordered = sorted(families.items(), key=lambda item: -statistics.geometric_mean(ratio for ratio, _ in item[1]))
+    for family, members in ordered:
+        start = x
+        for ratio, name in sorted(members, reverse=True):
+            y = height(ratio)
+            fill = svg.BLUE if ratio >= 0.98 else svg.RED
+            shapes.append(
+                svg.box(x, min(y, edge), BAR - 1.2, max(abs(y - edge), 1), fill, title=f"{name}: {ratio:.2f}x")
+            )
+            x += BAR
+        middle = (start + x - 1.2) / 2
+        title = f"{family} ({len(members)})"
+        turned = f"rotate(-45 {middle:g} {BOTTOM + 16})"
+        shapes.append(svg.text(middle + 4, BOTTOM + 16, title, size=11, anchor="end", transform=turned))
+        x += (WIDTH - 16 - LEFT - 6 - BAR * len(found)) / len(families)
+    y = height(median)
+    shapes.append(svg.line(LEFT, y, WIDTH - 16, y, svg.AMBER, width=1.5, stroke_dasharray="6 4"))
+    shapes.append(svg.line(WIDTH - 160, 50, WIDTH - 126, 50, svg.AMBER, width=1.5, stroke_dasharray="6 4"))
+    shapes.append(svg.text(WIDTH - 118, 54, f"median {median:.2f}x", size=13, fill="#a85b10", font_weight="600"))
+    return svg.card(WIDTH, HEIGHT, shapes, label=f"Speed-up of {len(found)} modules; the median is {median:.2f} times")
