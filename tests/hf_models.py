@@ -64,3 +64,13 @@ def packed(*rows):
     batch = PackedBatch(tokens, targets, positions, Documents.from_cu_seqlens(ends, batch=shape[0], seq=shape[1]))
     cuts = ends[1:-1]
     return batch, [*zip(tokens.flatten().tensor_split(cuts), targets.flatten().tensor_split(cuts), strict=True)]
+
+
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BERT = {"model_type": "bert", "vocab_size": 80, "max_position_embeddings": 64, **SMALL, **NO_DROPOUT}
+VIT = {"model_type": "vit", "image_size": 8, "patch_size": 4, **SMALL, **NO_DROPOUT}
+T5 = {
+    "model_type": "t5", "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from lightning_ups.models import HFCausalLM, hf_attention
+from lightning_ups.models import HFCausalLM
+from lightning_ups.models.hf import attention as hf_attention
 from tests.hf_models import MORE, config, packed
 
 pytest.importorskip("transformers", minversion="5")

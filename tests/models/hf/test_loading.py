@@ -6,7 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_ups.models import HFCausalLM
-from lightning_ups.models.hf_loading import from_config, has_plain_head
+from lightning_ups.models.hf.loading import from_config, has_plain_head
 from lightning_ups.state.checkpoint import load_weights
 from tests.hf_models import MORE, config, pretrained
 from tests.strategies.cases import two_ranks

@@ -12,55 +12,69 @@ from lightning_ups._compat.optional.transformers import imported, read_on_meta
 from lightning_ups.transforms.patching import instead_of
 
 
-def from_config(config: str | Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Return a causal language model with random weights.
+def from_config(
+    config: str | Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    auto: str = "AutoModelForCausalLM",
+    changed: Mapping[str, Any] | None = None,
+    of: str = "HFCausalLM",
+) -> Any:
+    """Return a model with random weights.
 
     Args:
         config: A folder, a name on the Hub, or the content of a ``config.json``.
-        options: Of ``AutoModelForCausalLM.from_config``.
+        options: Of ``from_config`` of the class ``auto``.
+        auto: A class of transformers.
+        changed: Values in place of those of the config.
+        of: Who asks, for an error.
     """
-    auto = imported()
+    transformers, changed = imported(), changed or {}
     if isinstance(config, Mapping):
-        found = auto.AutoConfig.for_model(**config)
+        found = transformers.AutoConfig.for_model(**{**config, **changed})
     else:
-        with _refusing_unknown("config", config):
-            found = auto.AutoConfig.from_pretrained(config)
-    return auto.AutoModelForCausalLM.from_config(found, **options)
+        with _refusing_unknown("config", config, of=of):
+            found = transformers.AutoConfig.from_pretrained(config, **changed)
+    return getattr(transformers, auto).from_config(found, **options)
 
 
-def from_pretrained(path: str, options: Mapping[str, Any]) -> Any:
-    """Return a causal language model with its trained weights.
+def from_pretrained(
+    path: str, options: Mapping[str, Any], *, auto: str = "AutoModelForCausalLM", of: str = "HFCausalLM"
+) -> Any:
+    """Return a model with its trained weights.
 
     Under ``torch.device("meta")`` weights stay there, and what reads them is recorded, as what a constructor draws.
 
     Args:
         path: A folder, or a name on the Hub.
-        options: Of ``AutoModelForCausalLM.from_pretrained``.
+        options: Of ``from_pretrained`` of the class ``auto``.
+        auto: A class of transformers.
+        of: Who asks, for an error.
     """
-    load = imported().AutoModelForCausalLM.from_pretrained
-    with _refusing_unknown("pretrained", path):
+    load = getattr(imported(), auto).from_pretrained
+    with _refusing_unknown("pretrained", path, of=of):
         if torch.get_default_device().type == "meta":
             return read_on_meta(load, path, **options)
         return load(path, **options)
 
 
 @contextmanager
-def _refusing_unknown(argument: str, path: str) -> Iterator[None]:
+def _refusing_unknown(argument: str, path: str, *, of: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         first = str(error).partition("\n")[0]
         raise FileNotFoundError(
-            f"HFCausalLM({argument}={path!r}) names no model that can be read: {first}"
+            f"{of}({argument}={path!r}) names no model that can be read: {first}"
             " Without a network, name a folder with config.json and the weights in safetensors, as save_pretrained"
             " writes it."
         ) from error
 
 
-def with_adapters(model: Any, lora: Mapping[str, Any]) -> Any:
+def with_adapters(model: Any, lora: Mapping[str, Any], *, task: str | None) -> Any:
     """Return ``model`` as PEFT's model with new adapters, by the arguments of ``LoraConfig``."""
-    peft = require("peft", requirement="peft>=0.14", extra="hf", feature="HFCausalLM(lora=...)")
-    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+    peft = require("peft", requirement="peft>=0.14", extra="hf", feature="lora=...")
+    return peft.get_peft_model(model, peft.LoraConfig(task_type=task, **lora))
 
 
 def has_plain_head(model: Any) -> bool:

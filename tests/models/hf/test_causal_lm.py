@@ -9,7 +9,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_ups.callbacks import Compile
 from lightning_ups.data import PackedTokens
 from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy
-from lightning_ups.models import HFCausalLM, hf_causal_lm
+from lightning_ups.models import HFCausalLM
+from lightning_ups.models.hf import causal_lm as hf_causal_lm
 from lightning_ups.precision import BF16Precision
 from tests.hf_models import config, packed, pretrained
 from tests.strategies.cases import two_ranks
