@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import Compile, StepGraph
 from lightning_ups.models import PDEModule
@@ -68,7 +69,8 @@ def test_a_pde_module_trains(tmp_path):
     for callbacks in ([], [StepGraph()]):
         torch.manual_seed(0)
         module = PDEModule(size="tiny", conditions=1, schedule="constant", warmup_steps=0, lr=2.0**-10)
-        _, seen = fit(tmp_path, module, *callbacks, data=data, accelerator="gpu", devices=1, precision="bf16-mixed")
+        rows = DataLoader(data, batch_size=None)
+        _, seen = fit(tmp_path, module, *callbacks, data=rows, accelerator="gpu", devices=1, precision="bf16-mixed")
         losses.append([outputs["loss"].item() for outputs in seen.outputs])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert losses[1][-1] < losses[1][0]

@@ -1,7 +1,7 @@
 """Capture and replay: as a CUDA graph, and emulated for tests without a GPU."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -48,18 +48,26 @@ class CudaGraph:
         """Capture ``step`` and run it once; return its outputs, which each replay overwrites."""
         outputs: list[Tensor] = []
         failure: list[Exception] = []
+        current = torch.cuda.current_stream(self._stream.device)
         try:
-            # Other threads, such as one that pins memory, may call CUDA meanwhile.
-            with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with self._recording(self._graph):
                 try:
                     outputs = step()
                 except Exception as error:
                     failure.append(error)
                     raise
         except Exception as error:  # noqa: BLE001  (raised again)
-            raise failure[0] if failure else error from None  # the end of a failed capture raises as well
+            # Torch leaves the stream and the random numbers in capture if its end raises, which the next one mends.
+            torch.cuda.set_stream(current)
+            with suppress(RuntimeError), self._recording(torch.cuda.CUDAGraph()):
+                torch.zeros((), device=self._stream.device)
+            raise failure[0] if failure else error from None
         self.replay()
         return outputs
+
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+        # Other threads, such as one that pins memory, may call CUDA meanwhile.
+        return torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
 
     def replay(self) -> None:
         """Run the step on what its inputs now contain."""

@@ -53,4 +53,6 @@ def test_the_error_of_a_failed_capture_is_that_of_the_step():
     x = torch.ones(3, device="cuda")
     with pytest.raises(RuntimeError, match="captur"):
         CudaGraph(stream, torch.cuda.graph_pool_handle()).capture(lambda: [x * x.sum().item()])
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert x.sum().item() == 3
+    assert len({*torch.rand(9, device="cuda").tolist()}) == 9, "random numbers are out of the capture"
