@@ -361,7 +361,7 @@ def test_it_needs_a_gpu_and_numbers_above_zero(tmp_path):
         StepGraph(warmup_steps=0)
 
 
-def test_a_run_without_a_graph_is_told(tmp_path):
+def test_a_run_without_a_graph_warns(tmp_path):
     with pytest.warns(UserWarning, match="StepGraph captured no step"):
         fit(tmp_path, Net(), StepGraph(emulate=True, warmup_steps=100))
 

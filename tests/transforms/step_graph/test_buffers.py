@@ -66,5 +66,5 @@ def test_what_a_graph_cannot_read_is_refused(batch):
         ({"x": X, "n": "a"}, {"x": X, "n": "b"}, "'a' and 'b'"),
     ],
 )
-def test_the_first_difference_is_told(one, other, said):
+def test_the_first_difference_is_named(one, other, said):
     assert difference(layout(one)[0], layout(other)[0]) == said
