@@ -57,10 +57,13 @@ def test_cells_of_the_page_train_on_one_device_and_train_again(tmp_path):
 def test_ddp_notebook_trains_after_a_strategy_of_this_package(tmp_path):
     first = next(blocks((ROOT / "docs/guides/notebooks.md").read_text(), "python"))
     forks = """
-trainer = L.Trainer(strategy="ddp_notebook", accelerator="cpu", devices=2, max_epochs=2, logger=False)
-trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=8))
-print("FORKED")
+for folder in ("one", "two"):
+    options = {"max_epochs": 2, "logger": False, "callbacks": [report], "default_root_dir": folder}
+    trainer = L.Trainer(strategy="ddp_notebook", accelerator="cpu", devices=2, **options)
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=8))
+    print("FORKED", report.path)
 """
     out = run_cells(tmp_path, first, forks, first)
     assert "ERROR" not in out, out
-    assert "\nFORKED\n" in out
+    for folder in ("one", "two"):  # the processes that wrote it have ended
+        assert f"\nFORKED {folder}/report.html\n" in out

@@ -1,8 +1,10 @@
 """Writes a page about the run at its end: curves, time, memory, what took effect."""
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import datetime
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,6 @@ class TrainingReport(Callback, TrainerOnly):
     Args:
         pictures: Write PNGs, which needs matplotlib. None: if it is installed.
 
-    Attributes:
-        path: The last page, on rank 0; None before it is written.
-
     Raises:
         ModuleNotFoundError: If pictures are asked for and matplotlib is not installed.
 
@@ -65,13 +64,18 @@ class TrainingReport(Callback, TrainerOnly):
             can_draw()
         self.pictures = has("matplotlib") if pictures is None else pictures
         self._tells = pictures is None and not self.pictures
-        self.path: Path | None = None
+        self._path = _SharedPath()
         self._history = History()
         self._folder = ""
         self._began = datetime.now()
         self._undo = ExitStack()
         self._open = False
         self._of_another_fit: tuple[Any, Any] = (None, None)
+
+    @property
+    def path(self) -> Path | None:
+        """The last page, on rank 0 and in the process that forked it; None before it is written."""
+        return self._path.get()
 
     # Hooks
 
@@ -82,7 +86,9 @@ class TrainingReport(Callback, TrainerOnly):
         if not self._open:
             return
         self._folder = run_folder(trainer)  # asks the other ranks: every rank has to
-        self._history, self._began, self.path = History(), datetime.now(), None
+        self._history, self._began = History(), datetime.now()
+        if trainer.is_global_zero:
+            self._path.set(None)
         self._of_another_fit = _kept(trainer)
         if self._tells:  # only in a run that writes a page
             rank_zero_info("TrainingReport writes no PNGs: pip install matplotlib for them.")
@@ -140,9 +146,10 @@ class TrainingReport(Callback, TrainerOnly):
         try:
             if "://" in self._folder:
                 raise OSError("it is not a folder of this machine")
-            self.path = _written(page(content), Path(self._folder))
+            path = _written(page(content), Path(self._folder))
+            self._path.set(path)
             if self.pictures:
-                write_pictures(self.path.with_suffix(""), charts=content.charts, split=content.split)
+                write_pictures(path.with_suffix(""), charts=content.charts, split=content.split)
         except OSError as problem:
             rank_zero_warn(
                 f"TrainingReport could not write to {self._folder}: {problem}."
@@ -150,8 +157,8 @@ class TrainingReport(Callback, TrainerOnly):
                 " Free space, make the folder writable, or give the Trainer another default_root_dir."
             )
             return
-        rank_zero_info(f"TrainingReport: {self.path}")
-        give_to_loggers(trainer, self.path, self.path.with_suffix(""))
+        rank_zero_info(f"TrainingReport: {path}")
+        give_to_loggers(trainer, path, path.with_suffix(""))
 
     def _content(self, trainer: Trainer, *, status: str, error: str) -> Content:
         manifest = _found(trainer, RunManifest)
@@ -187,6 +194,25 @@ class TrainingReport(Callback, TrainerOnly):
             manifest=_without_run(known),
             **measured,
         )
+
+
+class _SharedPath:
+    """A path in memory that forked processes share: those of ``ddp_notebook`` end with the fit."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._memory = mmap(-1, 2**14)
+        self.set(path)
+
+    def get(self) -> Path | None:
+        text = os.fsdecode(self._memory[:].rstrip(b"\0"))
+        return Path(text) if text else None
+
+    def set(self, path: Path | None) -> None:
+        text = b"" if path is None else os.fsencode(path)
+        self._memory[:] = text.ljust(len(self._memory), b"\0")
+
+    def __reduce__(self) -> Any:
+        return _SharedPath, (self.get(),)
 
 
 def _checkpoints(trainer: Trainer) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:

@@ -1,6 +1,8 @@
 """TrainingReport leaves a page at the end of fit that holds what was logged and measured."""
 
+import pickle
 import re
+from copy import deepcopy
 
 import pytest
 import torch
@@ -111,6 +113,14 @@ def test_a_run_that_fails_has_its_report(tmp_path):
     text = report.path.read_text()
     assert "failed, 7 steps" in text
     assert "RuntimeError: the &lt;disk&gt; is full</p>" in text
+
+
+def test_a_copy_keeps_the_path(tmp_path):
+    report = TrainingReport(pictures=False)
+    assert pickle.loads(pickle.dumps(report)).path is None
+    fit(tmp_path, report)
+    for copy in (pickle.loads(pickle.dumps(report)), deepcopy(report)):
+        assert copy.path == report.path == tmp_path / "report.html"
 
 
 def test_no_page_is_written_over_another(tmp_path):
