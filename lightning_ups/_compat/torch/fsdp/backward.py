@@ -1,5 +1,6 @@
 """FSDP2 in backward: higher derivatives, and tensors in objects that modules return."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -84,7 +85,8 @@ _DEPTH = 4  # a graph of PyTorch Geometric keeps its tensors in a mapping of a s
 
 
 def find_in_objects(state: Any) -> None:
-    """Let ``state`` also gather for the backward of tensors that are attributes of returned objects."""
+    """Let ``state`` also gather for the backward of attributes of returned objects, and of views changed in place."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")  # which is no fault then
     target = f"{STATE}._register_pre_backward_hook"
     installed(target, state, lambda stock: hidden_from_dynamo(partial(_register, state, stock)))
 
@@ -92,15 +94,33 @@ def find_in_objects(state: Any) -> None:
 def _register(state: Any, register: Callable[[Any], Any], output: Any) -> Any:
     result = register(output)
     if torch.is_grad_enabled():
-        for tensor in _in_objects(result):
+        leaves = tree_leaves(result)
+        for tensor in _in_objects(leaves):
             tensor.register_hook(state._pre_backward)
+            _follow_base(state, tensor)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                _follow_base(state, leaf)
     return result
 
 
-def _in_objects(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors that need gradients in objects other than tensors and containers, each once."""
+def _follow_base(state: Any, view: Tensor) -> None:
+    """Let ``state`` gather in the backward of the base of ``view`` if an operator changes the view in place.
+
+    Such an operator gives the view another node of the graph, without the hooks of the first.
+    """
+    base = view._base
+    if base is None or base.grad_fn is None:
+        return
+    has_gathered: list[bool] = []
+    view.register_hook(lambda _: has_gathered.append(True))
+    base.register_hook(lambda gradient: None if has_gathered else state._pre_backward(gradient))
+
+
+def _in_objects(leaves: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors that need gradients in those of ``leaves`` that are objects, each once."""
     seen: set[int] = set()
-    level = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, Tensor)]
+    level = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
     for _ in range(_DEPTH):
         objects = [value for value in level if not isinstance(value, _PLAIN) and id(value) not in seen]
         seen.update(map(id, objects))

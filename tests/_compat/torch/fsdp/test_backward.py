@@ -88,6 +88,18 @@ def gathered_for(output):
     return calls
 
 
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_view_announces_its_backward_after_a_change_in_place(is_changed):
+    x = torch.ones(2, 3, requires_grad=True)
+    view = (2 * x).view(3, 2)
+    calls = gathered_for((view, x.view(6)))  # a leaf keeps its hooks, and gets none
+    if is_changed:
+        view += 1
+    view.sum().backward()
+    assert len(calls) == is_changed  # else torch's own hook gathers
+    assert x.grad.tolist() == [[2.0] * 3] * 2
+
+
 def test_tensors_of_objects_announce_their_backward():
     x = torch.ones(2, requires_grad=True)
     twice = 2 * x
