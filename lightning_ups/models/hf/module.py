@@ -48,6 +48,7 @@ class HFModule(ScheduledAdamW):
     """
 
     model: Any
+    reads_outside = True  # FSDP2 need not warn: a loss reads the head, and below adapters more
     auto_class: ClassVar[str]  # of transformers, which builds the model
     task_type: ClassVar[str | None]  # of PEFT
     metrics: ClassVar[tuple[str, ...]] = ("loss",)  # of validation and test, the means that `measure` returns

@@ -86,7 +86,9 @@ _DEPTH = 4  # a graph of PyTorch Geometric keeps its tensors in a mapping of a s
 
 def find_in_objects(state: Any) -> None:
     """Let ``state`` also gather for the backward of attributes of returned objects, and of views changed in place."""
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")  # which is no fault then
+    warnings.filterwarnings(
+        "ignore", message="FSDP2-wrapped module .* returned a view tensor"
+    )  # which is no fault then
     target = f"{STATE}._register_pre_backward_hook"
     installed(target, state, lambda stock: hidden_from_dynamo(partial(_register, state, stock)))
 
