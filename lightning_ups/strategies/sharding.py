@@ -72,7 +72,7 @@ from lightning_ups.transforms.sharding import (
 Sharding = Literal["full", "gradients", "none"]
 Device = Literal["cpu", "device"]
 
-_BATCHES_TO_COMPARE = 3  # of each kind of step, if ranks compute one batch together; each comparison synchronizes
+BATCHES_TO_COMPARE = 3  # of each kind of step, if ranks compute one batch together; each comparison synchronizes
 
 
 class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
@@ -385,7 +385,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self._after_evaluation()
 
     def _compare_batch(self, step: str, args: tuple[Any, ...]) -> None:
-        if self.tensor_parallel_size > 1 and self._compared[step] < _BATCHES_TO_COMPARE:
+        if self.tensor_parallel_size > 1 and self._compared[step] < BATCHES_TO_COMPARE:
             self._compared[step] += 1
             check_one_batch(args, group=self.device_mesh[TENSOR].get_group())
 

@@ -175,7 +175,7 @@ def share_random_state(group: ProcessGroup) -> None:
     restore_random_state(state[0])
 
 
-def check_one_batch(batch: Any, *, group: ProcessGroup) -> None:
+def check_one_batch(batch: Any, *, group: ProcessGroup, size: str = "tensor_parallel_size") -> None:
     """Check that all ranks of ``group`` have the same tensors in their ``batch``. A collective."""
     own = [(tuple(tensor.shape), str(tensor.dtype), _sum(tensor)) for tensor in _tensors(batch)]
     seen: list[Any] = [None] * group.size()
@@ -184,7 +184,7 @@ def check_one_batch(batch: Any, *, group: ProcessGroup) -> None:
         return
     ranks = " and ".join(map(str, dist.get_process_group_ranks(group)))
     raise ValueError(
-        f"Ranks {ranks} were given different batches. With tensor_parallel_size={group.size()} they must compute parts"
+        f"Ranks {ranks} were given different batches. With {size}={group.size()} they must compute parts"
         " of the same batch. Keep Trainer(use_distributed_sampler=True), or create your sampler with"
         " trainer.distributed_sampler_kwargs, and draw augmentations from torch's generator."
     )
