@@ -1,6 +1,7 @@
-"""Datamodules: packed tokens of files and streams, labeled texts, the standard library's text, and random tokens."""
+"""Datamodules: packed tokens of files and streams, labeled texts, random tokens, and latents of a frozen encoder."""
 
 from lightning_ups.data.labeled_text import LabeledText
+from lightning_ups.data.latents import PrecomputedLatents
 from lightning_ups.data.packed_tokens import PackedBatch, PackedTokens
 from lightning_ups.data.random_tokens import RandomTokens
 from lightning_ups.data.stdlib_text import StdlibText
@@ -11,6 +12,7 @@ __all__ = [
     "LabeledText",
     "PackedBatch",
     "PackedTokens",
+    "PrecomputedLatents",
     "RandomTokens",
     "StdlibText",
     "StreamedTokens",
