@@ -11,7 +11,7 @@ from lightning_ups.transforms.compile.compiler import (
     is_compiled,
     refuse_compiled,
 )
-from lightning_ups.transforms.compile.contest import Contest
+from lightning_ups.transforms.compile.contest import Contest, HostClock
 from lightning_ups.transforms.compile.cuda_graphs import OwnGradients, begin_step
 from lightning_ups.transforms.compile.frame import Mode, hearing, prepared
 from lightning_ups.transforms.compile.loss_calls import large_cross_entropies
@@ -19,6 +19,7 @@ from lightning_ups.transforms.compile.mode import Choice, Clock
 from lightning_ups.transforms.compile.replay import Replay
 from lightning_ups.transforms.compile.step_source import repeated_backward, uses_only_loss
 from lightning_ups.transforms.compile.trial import State
+from lightning_ups.transforms.compile.whole_step import Step
 
 __all__ = [
     "CacheFile",
@@ -27,11 +28,13 @@ __all__ = [
     "Compiled",
     "Compiler",
     "Contest",
+    "HostClock",
     "Mode",
     "OnFailure",
     "OwnGradients",
     "Replay",
     "State",
+    "Step",
     "advice_for_one_graph",
     "advice_if_uncompiled",
     "begin_step",

@@ -336,10 +336,20 @@ class Compiled:
         # A model that breaks into parts may not gain by compilation. And CUDA graphs may take as much memory as a step
         # that runs uncompiled.
         in_doubt = any(group.gains_little or any(frame.breaks for frame in group.frames) for group in compiled)
-        has_room = self.clock is not None and self.clock.room() > 2 * self.clock.peak()
-        if (in_doubt or replays) and has_room and not self.recomputed:
+        if (in_doubt or replays) and self.clock is not None and self.has_room and not self.recomputed:
             ways.insert(0, "uncompiled")
         return ways
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a step may take twice the memory that it has taken so far."""
+        return self.clock is None or self.clock.room() > 2 * self.clock.peak()
+
+    @property
+    def operators(self) -> int:
+        """The number of operators in the graphs of all blocks that are compiled in training."""
+        compiled = [group for group in self.groups if "training" not in group.eager]
+        return sum(len(group.blocks) * group.frame.operators for group in compiled)
 
     @property
     def spared(self) -> int:

@@ -95,7 +95,7 @@ class Frame:
     def __init__(self, inner: Forward, compiler: Compiler, name: str, prepares: "tuple[Prepare, ...]" = ()) -> None:
         self.name, backend = name, _backend(compiler, prepares)
         self.run: Callable[..., Any] = torch.compile(
-            _own_code(inner, name), backend=backend, dynamic=compiler.dynamic, fullgraph=compiler.fullgraph
+            own_code(inner, name), backend=backend, dynamic=compiler.dynamic, fullgraph=compiler.fullgraph
         )
         self.forget()
 
@@ -104,6 +104,7 @@ class Frame:
         self.graphs = 0
         self.small_graphs = 0  # of these, those that run as they were captured, too small to gain
         self.cache_hits = 0
+        self.operators = 0  # in all graphs
         self.seconds = 0.0
         self.breaks: list[str] = []
         self.recompiles: list[str] = []  # the guard that failed, once for each call that compiled again
@@ -142,6 +143,7 @@ class Frame:
         self.breaks += breaks
         for compilation in compilations:
             self.seconds += compilation.seconds
+            self.operators += compilation.operators
             if compilation.code == self.name:
                 self._number = compilation.frame
                 self.askers.append(asker)
@@ -285,10 +287,17 @@ _NUMBERS = count()
 
 @cache  # equal modules and later fits get the same frame, and with it the graphs that it already has
 def _frame(inner: Forward, compiler: Compiler, kind: str, prepares: tuple[Prepare, ...], *alike: Hashable) -> Frame:  # noqa: ARG001
-    return Frame(inner, compiler, f"{kind}_forward_{next(_NUMBERS)}", prepares)
+    return Frame(inner, compiler, own_name(f"{kind}_forward"), prepares)
 
 
-def _own_code(inner: Forward, name: str) -> Forward:
+def own_name(function: str) -> str:
+    """Return a name for ``function`` that no other has in this process."""
+    return f"{function}_{next(_NUMBERS)}"
+
+
+def own_code(inner: Forward, name: str) -> Forward:
+    """Return a function that calls ``inner``, with a code object of its own, called ``name``."""
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return inner(self, *args, **kwargs)
 

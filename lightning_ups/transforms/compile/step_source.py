@@ -1,13 +1,15 @@
-"""What the code of a module says of its training step: how often it goes backward, and which outputs it uses."""
+"""What the code of a module says of its training step: its backwards, the outputs it uses, what must run uncompiled."""
 
 import ast
+import builtins
 import inspect
 import textwrap
-from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 Kind = Literal["create_graph", "retain_graph"]
 
@@ -142,11 +144,16 @@ def uses_only_loss(model: nn.Module, name: str) -> bool:
 
 def _source(function: FunctionType) -> ast.FunctionDef | None:
     """Return the source of ``function`` if it can be had, and is what the function was made of."""
+    # Python compiles calls of what a file imports in a way of their own.
+    names = {name for code in _codes(function.__code__) for name in code.co_names if name in function.__globals__}
+    homes = {name: getattr(function.__globals__[name], "__module__", None) for name in names}
+    imports = "".join(f"import {name}\n" for name in sorted(names) if homes[name] != function.__module__)
     try:
-        module = ast.parse("class _:\n" + textwrap.indent(textwrap.dedent(inspect.getsource(function)), " "))
+        source = textwrap.indent(textwrap.dedent(inspect.getsource(function)), " ")
+        module = ast.parse(f"{imports}class _:\n{source}")
     except (OSError, TypeError, SyntaxError):
         return None
-    (body,) = module.body
+    body = module.body[-1]
     tree = body.body[0] if isinstance(body, ast.ClassDef) else None
     if not isinstance(tree, ast.FunctionDef):
         return None
@@ -225,3 +232,242 @@ def _takes_loss(node: ast.AST, parent: ast.AST) -> bool:
         return parent.attr == "loss" and isinstance(parent.ctx, ast.Load)
     is_item = isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.slice, ast.Constant)
     return is_item and parent.slice.value == "loss" and isinstance(parent.ctx, ast.Load)  # type: ignore[attr-defined]
+
+
+# What compiled code does otherwise, does too often, or waits for.
+_UNFIT_WORDS = {
+    *("data", "grad", "backward", "requires_grad", "inference_mode", "set_grad_enabled", "enable_grad"),
+    *(
+        "func",
+        "vmap",
+        "functional_call",
+        "jvp",
+        "vjp",
+        "hessian",
+        "jacobian",
+        "autograd",
+        "hooks",
+        "saved_tensors_hooks",
+    ),
+    *(
+        "item",
+        "cpu",
+        "numpy",
+        "tolist",
+        "print",
+        "open",
+        "input",
+        "breakpoint",
+        "exec",
+        "eval",
+        "compile",
+        "checkpoint",
+    ),
+    *("next", "iter", "globals", "locals", "vars", "getattr", "setattr", "delattr", "super", "id", "hash"),
+    *("random", "Generator", "generator", "get_rng_state", "fork_rng", "seed", "trainer", "optimizers", "logger"),
+    *("set_rng_state", "manual_seed", "manual_backward", "lr_schedulers", "loggers", "modules", "children", "apply"),
+}
+_UNFIT_IN_MODULES = {
+    "inference_mode",
+    "set_grad_enabled",
+    "print",
+    "register_hook",
+    "numpy",
+    "np",
+    "random",
+    "autograd",
+}
+_LIGHTNINGS = {"log", "log_dict", "device", "dtype", "hparams", "training", "current_epoch", "parameters"}
+_CONSTANTS = (int, float, str, bool, type(None), tuple, torch.dtype, torch.device, torch.Size)
+_CONTEXTS = {"no_grad", "autocast"}
+_METRICS = "torchmetrics"
+
+
+def unfit_for_compiling(model: nn.Module) -> str | None:
+    """Return what stands in the way of compiling the training step of ``model`` as a whole, or None.
+
+    It reads the source of the step, of the methods and functions that it calls by name, and the names in the code of
+    the modules that it uses. What it cannot read stands in the way.
+    """
+    step = inspect.getattr_static(type(model), "training_step", None)
+    if not isinstance(step, FunctionType):
+        return "training_step is no plain method of its class"
+    return next(_Reading(model).unfit(step), None)
+
+
+class _Reading:
+    """What has been read of the training step of ``model``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen: set[CodeType] = set()
+
+    def unfit(self, function: FunctionType) -> Iterator[str]:
+        """Yield what stands in the way in ``function`` and in what it calls."""
+        if function.__code__ in self._seen:
+            return
+        self._seen.add(function.__code__)
+        tree = _source(function)
+        if tree is None or not {_last_name(each) for each in tree.decorator_list} <= _PLAIN_DECORATORS:
+            yield f"the source of {function.__qualname__} cannot be read"
+            return
+        is_method = getattr(type(self._model), function.__name__, None) is function
+        first = [*tree.args.posonlyargs, *tree.args.args][:1]
+        own = first[0].arg if is_method and first else None
+        local = {name for code in _codes(function.__code__) for name in (*code.co_varnames, *code.co_cellvars)}
+        names = _Names(own, local, function.__globals__)
+        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        annotations = {
+            inner
+            for node in ast.walk(tree)
+            for field in ("annotation", "returns", "decorator_list")
+            for each in _listed(getattr(node, field, None))
+            for inner in ast.walk(each)
+        }
+        for node in ast.walk(tree):
+            if node is not tree and node not in annotations:
+                yield from (f"{function.__qualname__} {why}" for why in self._unfit(node, parents, names))
+
+    def _unfit(self, node: ast.AST, parents: Mapping[ast.AST, ast.AST], names: "_Names") -> Iterator[str]:
+        if isinstance(node, _UNFIT_NODES):
+            yield f"has a {type(node).__name__.lower()}"
+        elif isinstance(node, ast.With):
+            if unknown := [i for i in node.items if _last_name(i.context_expr) not in _CONTEXTS]:
+                yield f"enters {ast.unparse(unknown[0].context_expr)}"
+        elif isinstance(node, (ast.AugAssign, ast.Assign, ast.AnnAssign, ast.Delete)):
+            targets = [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else node.targets
+            yield from self._writes([inner for each in targets for inner in ast.walk(each)], node, names)
+        elif isinstance(node, ast.keyword) and node.arg in ("out", "inplace", "generator"):
+            yield f"calls something with {node.arg}"
+        elif isinstance(node, ast.Attribute):
+            if node.attr in _UNFIT_WORDS or node.attr.startswith("register_"):
+                yield f"uses {node.attr}"
+            elif node.attr.endswith("_"):
+                yield f"writes in place, by {node.attr}"
+            elif isinstance(node.value, ast.Name) and isinstance(node.ctx, ast.Load):
+                yield from self._read(node, names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield from self._named(node, parents.get(node), names)
+
+    def _writes(self, targets: list[ast.AST], node: ast.AST, names: "_Names") -> Iterator[str]:
+        for target in targets:
+            if not isinstance(target, (ast.Attribute, ast.Subscript)) or isinstance(target.ctx, ast.Load):
+                continue
+            root: ast.AST = target
+            while isinstance(root, (ast.Attribute, ast.Subscript)):
+                root = root.value
+            is_local = isinstance(root, ast.Name) and root.id in names.local and root.id != names.own
+            if is_local and isinstance(target, ast.Subscript):
+                continue
+            is_own = isinstance(root, ast.Name) and root.id == names.own and isinstance(node, ast.Assign)
+            if is_own and isinstance(target, ast.Attribute) and root is target.value and self._may_keep(target.attr):
+                continue
+            yield f"writes to {ast.unparse(target)}"
+
+    def _may_keep(self, name: str) -> bool:
+        """Return whether the step may keep a tensor as ``name``: a number would be compiled for each of its values."""
+        found = vars(self._model).get(name)
+        held = (self._model._parameters, self._model._buffers, self._model._modules)
+        is_new = not any(name in each for each in held) and not hasattr(type(self._model), name)
+        return is_new and (found is None or isinstance(found, Tensor))
+
+    def _named(self, node: ast.Name, parent: ast.AST | None, names: "_Names") -> Iterator[str]:
+        if node.id == names.own:
+            if isinstance(parent, ast.Call) and parent.func is node:
+                yield from self._method("forward")
+            elif not isinstance(parent, ast.Attribute):
+                yield "passes the module on as a whole"
+        elif node.id not in names.local:
+            yield from self._value(node.id, names.globals.get(node.id, getattr(builtins, node.id, _MISSING)))
+
+    def _read(self, node: ast.Attribute, names: "_Names") -> Iterator[str]:
+        assert isinstance(node.value, ast.Name)
+        if node.value.id == names.own:
+            yield from self._own(node.attr)
+        elif node.value.id not in names.local and isinstance(module := names.globals.get(node.value.id), ModuleType):
+            yield from self._value(node.attr, getattr(module, node.attr, _MISSING))
+
+    def _own(self, name: str) -> Iterator[str]:
+        held = {**self._model._parameters, **self._model._buffers, **self._model._modules, **vars(self._model)}
+        if name not in held:
+            yield from self._method(name)
+            return
+        value = held[name]
+        if isinstance(value, nn.Module):
+            yield from _unfit_module(value)
+        elif not isinstance(value, (Tensor, *_CONSTANTS)) and name not in _LIGHTNINGS:
+            yield f"uses self.{name}, a {type(value).__name__}"
+
+    def _method(self, name: str) -> Iterator[str]:
+        value = inspect.getattr_static(type(self._model), name, None)
+        if name in _LIGHTNINGS and not _is_users(value):
+            return
+        functions = [*_functions(value)]
+        if functions and all(map(_is_users, functions)):
+            for function in functions:
+                yield from self.unfit(function)
+        elif not isinstance(value, _CONSTANTS) or value is None:
+            yield f"uses self.{name}"
+
+    def _value(self, name: str, value: Any) -> Iterator[str]:
+        """Yield what stands in the way in the value of a global name, or of an attribute of a module."""
+        home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        is_torchs = str(home).partition(".")[0] in ("torch", "builtins", "_operator", "math", "operator", "typing")
+        if name in _UNFIT_WORDS or name.endswith("_"):
+            yield f"uses {name}"
+        elif isinstance(value, FunctionType) and not is_torchs:
+            yield from self.unfit(value)
+        elif isinstance(value, ModuleType):
+            if not is_torchs and home in _UNFIT_MODULES:
+                yield f"uses {name}"
+        elif not (is_torchs or isinstance(value, (*_CONSTANTS, BuiltinFunctionType))):
+            yield f"uses {name}"
+
+
+class _Names(NamedTuple):
+    """The names in a function: of the module, of variables, and of the file around it."""
+
+    own: str | None
+    local: set[str]
+    globals: Mapping[str, Any]
+
+
+_MISSING = object()
+_UNFIT_NODES = (
+    *(ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith, ast.Try),
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.NamedExpr),
+)
+_UNFIT_MODULES = {"random", "numpy", "time", "logging", "warnings", "os", "sys"}
+
+
+def _listed(value: Any) -> list[ast.AST]:
+    return value if isinstance(value, list) else [value] if isinstance(value, ast.AST) else []
+
+
+def _unfit_module(module: nn.Module) -> Iterator[str]:
+    for each in module.modules():
+        if type(each).__module__.partition(".")[0] == _METRICS:
+            yield f"updates a metric, {type(each).__name__}"
+        if draws(each):
+            yield f"draws random numbers, in a {type(each).__name__}"
+    classes = {base: None for each in module.modules() for base in type(each).__mro__ if _is_users(base)}
+    for base in classes:
+        functions = [f for value in vars(base).values() for f in _functions(value) if not f.__name__.startswith("__")]
+        if found := _names_used(functions, depth=_DEPTH) & _UNFIT_IN_MODULES:
+            yield f"calls a {base.__name__}, which uses {min(found)}"
+
+
+def _names_used(functions: list[FunctionType], *, depth: int) -> set[str]:
+    found = set[str]()
+    for function in functions if depth else ():
+        names = [name for code in _codes(function.__code__) for name in code.co_names]
+        found |= {*names, *_names_used([*_called(function, names)], depth=depth - 1)}
+    return found
+
+
+def draws(module: nn.Module) -> bool:
+    """Return whether ``module`` itself says that it draws random numbers in training, as a dropout does."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    rates = (vars(module).get(name) for name in ("dropout", "drop_prob", "dropout_p"))
+    return isinstance(module, nn.RReLU) or any(isinstance(rate, float) and rate > 0 for rate in rates)

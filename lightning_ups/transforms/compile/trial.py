@@ -268,14 +268,32 @@ def _acts_outside(graph: fx.GraphModule) -> str | None:
 
 def drawing(graph: fx.GraphModule) -> str | None:
     """Return the name of an operator in ``graph`` that draws random numbers, or None."""
-    nodes = (node for part in graph.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes)
-    names = (str(getattr(node.target, "__name__", node.target)) for node in nodes if node.op.startswith("call_"))
-    return next((name for name in names if _DRAWING.search(name)), None)
+    return next((name for name, node in _calls(graph) if _DRAWING.search(name) or _drops(name, node)), None)
+
+
+def _calls(graph: fx.GraphModule) -> Iterator[tuple[str, fx.Node]]:
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if node.op.startswith("call_"):
+                yield str(getattr(node.target, "__name__", node.target)), node
+
+
+def _drops(name: str, node: fx.Node) -> bool:
+    place = _RATES.get(name)
+    return place is not None and bool(node.kwargs.get("dropout_p", (*node.args, *[0.0] * (place + 1))[place]))
 
 
 _DRAWING = re.compile(
-    r"rand|dropout|bernoulli|multinomial|^normal|uniform|exponential|geometric|cauchy|gumbel|poisson$"
+    r"rand|dropout|binomial|bernoulli|multinomial|^normal|log_normal|uniform|exponential|geometric|cauchy|gumbel"
+    r"|standard_gamma|dirichlet|poisson$"
 )
+_RATES = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}  # where the rate of dropout is
+
+
+def writing_past_autograd(graph: fx.GraphModule) -> str | None:
+    """Return the name of a call in ``graph`` by which it may write to what is not known to be written to, or None."""
+    names = {"_get_data_attr", "_enter_inference_mode"}
+    return next((name for name, _ in _calls(graph) if name in names), None)
 
 
 def _is_distributed(tensor: Tensor) -> bool:

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_ups.transforms.compile.contest import MOST_REPEATS, ROUNDS, TIMED_STEPS, WARM_STEPS, Contest
+from lightning_ups.transforms.compile.contest import MOST_REPEATS, ROUNDS, TIMED_STEPS, WARM_STEPS, Contest, HostClock
 
 
 class Clock:
@@ -117,3 +117,26 @@ def test_evaluations_in_every_round_do_not_last_for_ever():
     contest, ran = run({"compiled": 5.0, "graphs": 4.0}, evaluates=range(1000))
     assert contest.winner is not None
     assert len(ran) == 2 * (WARM_STEPS + ROUNDS * TIMED_STEPS) + MOST_REPEATS * TIMED_STEPS
+
+
+@pytest.mark.parametrize(
+    ("costs", "usual", "winner"),
+    [
+        ({"compiled": 5.0, "step": 4.0}, "compiled", "step"),
+        ({"compiled": 5.0, "step": 4.99}, "compiled", "compiled"),
+        ({"uncompiled": 4.0, "compiled": 5.0, "step": 5.0}, "compiled", "uncompiled"),
+    ],
+)
+def test_the_usual_way_stays_unless_another_is_clearly_faster(costs, usual, winner):
+    contest, _ = run(costs, usual=usual)
+    assert contest.winner == winner
+
+
+def test_a_host_by_itself_has_a_clock():
+    contest, clock = Contest(HostClock(), ["compiled", "step"]), HostClock()
+    while contest.winner is None:
+        start = clock.now()
+        wanted = 0.2 if contest.begin_step() == "step" else 1.0
+        while clock.now() - start < wanted:
+            pass
+    assert contest.winner == "step"

@@ -1,14 +1,19 @@
 import functools
+import math
+import random
 import types
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.nn import functional
 
-from lightning_ups.transforms.compile.step_source import repeated_backward, uses_only_loss
+from lightning_ups.transforms.compile.step_source import repeated_backward, unfit_for_compiling, uses_only_loss
 
 
 def gradient_penalty(net, x):
@@ -310,3 +315,172 @@ def test_source_of_another_class_says_nothing():
         co_firstlineno=Chained.training_step.__code__.co_firstlineno
     )
     assert not uses_only_loss(type("Other", (Model,), {"training_step": training_step})(), "net")
+
+
+class Step(LightningModule):
+    """Has what a step may use."""
+
+    size = 3
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.layers = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
+        self.rate, self.kept, self.last, self.helper = 0.5, [], None, SimpleNamespace(rate=2)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def loss(self, x):
+        return self.net(x).square().mean()
+
+    @property
+    def half(self):
+        return self.rate / 2
+
+
+def plus_one(x):
+    return x + 1
+
+
+def times_item(x):
+    return x * x.max().item()
+
+
+LIMITS = [1, 2]
+
+
+class Fits(Step):
+    def training_step(self, batch, index):
+        x, y = batch
+        outputs = [plus_one(layer(x)) for layer in self.layers]
+        total = torch.stack(outputs).sum() * self.half * self.size + functional.mse_loss(self(x), y)
+        total += self.loss(x) if index % 2 else math.sqrt(2.0)
+        outputs[0] = total
+        with torch.no_grad():
+            self.log("loss", total.detach())
+        self.last = total.detach()
+        return {"loss": total, "outputs": outputs}
+
+
+class NoStep(Step):
+    pass
+
+
+class Fetching(Step):
+    def training_step(self, batch, index):
+        return times_item(self.loss(batch))
+
+
+class Writing(Step):
+    def training_step(self, batch, index):
+        self.net.weight[0] = 0
+        return self.loss(batch)
+
+
+class Counting(Step):
+    def training_step(self, batch, index):
+        self.rate += 1
+        return self.loss(batch)
+
+
+class Numbering(Step):
+    def training_step(self, batch, index):
+        self.rate = index
+        return self.loss(batch)
+
+
+class InPlace(Step):
+    def training_step(self, batch, index):
+        self.net.weight.mul_(2)
+        return self.loss(batch)
+
+
+class Seeded(Step):
+    def training_step(self, batch, index):
+        return self.loss(batch) * random.random()
+
+
+class OfNumpy(Step):
+    def training_step(self, batch, index):
+        return self.loss(batch) * np.random.rand()
+
+
+class Gathers(Step):
+    def training_step(self, batch, index):
+        loss = self.loss(batch)
+        self.kept.append(loss)
+        return loss
+
+
+class Helped(Step):
+    def training_step(self, batch, index):
+        return self.loss(batch) * self.helper.rate
+
+
+class OfState(Step):
+    def training_step(self, batch, index):
+        return self.loss(batch) * LIMITS[0]
+
+
+class Handed(Step):
+    def training_step(self, batch, index):
+        return plus_one(self)
+
+
+class Nested(Step):
+    def training_step(self, batch, index):
+        def loss(x):
+            return self.loss(x)
+
+        return loss(batch)
+
+
+class OfTrainer(Step):
+    def training_step(self, batch, index):
+        return self.loss(batch) / self.trainer.world_size
+
+
+class Unreadable(Step):
+    exec("def training_step(self, batch, index):\n    return self.loss(batch)")
+
+
+class Made(Step):
+    training_step = functools.partialmethod(Step.loss)
+
+
+REASONS = {
+    Fetching: "times_item uses item",
+    Writing: "writes to self.net.weight[0]",
+    Counting: "writes to self.rate",
+    Numbering: "writes to self.rate",
+    InPlace: "writes in place, by mul_",
+    Seeded: "uses random",
+    OfNumpy: "uses random",
+    Gathers: "uses self.kept, a list",
+    Helped: "uses self.helper, a SimpleNamespace",
+    OfState: "uses LIMITS",
+    Handed: "passes the module on as a whole",
+    Nested: "has a functiondef",
+    OfTrainer: "uses trainer",
+    Unreadable: "cannot be read",
+    Made: "no plain method",
+    NoStep: "cannot be read",
+}
+
+
+def test_a_plain_step_fits():
+    assert unfit_for_compiling(Fits()) is None
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_what_stands_in_the_way_of_compiling_is_said(kind):
+    assert REASONS[kind] in unfit_for_compiling(kind())
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.1), nn.LSTM(4, 4, 2, dropout=0.1), nn.RReLU(), nn.Sequential(nn.Dropout(0.1))]
+)
+def test_a_module_that_draws_stands_in_the_way(layer):
+    module = Fits()
+    module.net = layer
+    assert "draws random numbers" in unfit_for_compiling(module)

@@ -6,7 +6,14 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ups.transforms.compile.trial import GraphError, Rehearsal, State, with_trial
+from lightning_ups.transforms.compile.trial import (
+    GraphError,
+    Rehearsal,
+    State,
+    drawing,
+    with_trial,
+    writing_past_autograd,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -434,3 +441,39 @@ def test_generators_and_state_of_a_gpu_are_put_back():
     torch.cuda.set_rng_state(before)
     block.load_state_dict(Block().state_dict())
     assert torch.equal(run(x), first)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (torch.tanh, None),
+        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x), None),
+        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x, None, 0.0), None),
+        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1), "scaled_dot_product_attention"),
+        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x, None, 0.1), "scaled_dot_product_attention"),
+        (nn.functional.dropout, "dropout"),
+        (torch.rand_like, "rand_like"),
+        (lambda x: torch.binomial(x.abs(), x.sigmoid()), "binomial"),
+        (lambda x: x.clone().log_normal_(), "log_normal_"),
+    ],
+)
+def test_graphs_that_draw_random_numbers_are_known(function, name):
+    assert [drawing(graph) for graph in graphs_of(function)] == [name]
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda x: x.mul_(2), None),
+        (lambda x: x.data.mul_(2), "_get_data_attr"),
+    ],
+)
+def test_writes_that_autograd_does_not_see_are_known(function, name):
+    assert [writing_past_autograd(graph) for graph in graphs_of(function)] == [name]
+
+
+def graphs_of(function):
+    torch.compiler.reset()
+    graphs = []
+    torch.compile(function, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)(torch.rand(1, 2, 4))
+    return graphs

@@ -25,6 +25,7 @@ from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler._cache import CacheArtifactManager, CacheInfo
+from torch.nn.modules import module as modules
 from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
@@ -125,6 +126,7 @@ class Compilation:
         hit_limit: Whether it failed because there were too many graphs.
         seconds: The duration.
         no_cuda_graph: Why inductor made no CUDA graph, or None.
+        operators: The number of operators in the graph.
     """
 
     code: str | None
@@ -134,6 +136,7 @@ class Compilation:
     hit_limit: bool
     seconds: float
     no_cuda_graph: str | None
+    operators: int = 0
 
 
 # A point in this process's history of compilations: the last one, and the number of graph breaks.
@@ -195,6 +198,7 @@ def _compilation(metrics: Any) -> Compilation:
         hit_limit="recompile limit exceeded" in (failure or "") or metrics.fail_type == "FailOnRecompileLimitHit",
         seconds=metrics.entire_frame_compile_time_s or 0.0,
         no_cuda_graph=metrics.cudagraph_skip_reason,
+        operators=metrics.graph_op_count or 0,
     )
 
 
@@ -215,6 +219,12 @@ def _break(reason: Any) -> str:
 def has_forward_hooks(module: torch.nn.Module) -> bool:
     """Return whether a hook is given what the forward of ``module`` returns."""
     return bool(module._forward_hooks or global_forward_hooks)
+
+
+def hooks_of_all_modules() -> list[dict[int, Any]]:
+    """Return the hooks that run around each module of the process."""
+    places = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    return [getattr(modules, f"_global_{place}") for place in places]
 
 
 def lacks_compiler(text: str) -> bool:
@@ -342,6 +352,11 @@ def donated_buffers_off() -> AbstractContextManager[Any]:
     Otherwise their first backward overwrites the memory of saved tensors.
     """
     return setting(aot_config, "donated_buffer", value=False)
+
+
+def errors_left_to_python() -> AbstractContextManager[Any]:
+    """Let Dynamo run a function uncompiled in this context if it fails to trace it, instead of raising."""
+    return setting(dynamo.config, "suppress_errors", value=True)
 
 
 def ddp_splitting_off() -> AbstractContextManager[Any]:
