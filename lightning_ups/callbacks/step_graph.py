@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,9 +150,10 @@ class StepGraph(Callback, OnlyOne):
 class _Captured:
     """A captured step: its graph, and the memory that it reads and writes."""
 
-    def __init__(self, graph: Graph, inputs: list[Tensor], before: "list[Tensor | None] | None") -> None:
-        self.graph, self.inputs = graph, inputs
-        self.before = before  # the gradients to which it adds, or None
+    def __init__(self, graph: Graph, before: list[Tensor | None] | None) -> None:
+        self.graph, self.before = graph, before  # and the gradients to which it adds, or None
+        self.step: Callable[[], list[Tensor]] = list
+        self.inputs: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
         self.outputs: Outputs = {}
         self.logged: Logged | None = None
@@ -210,41 +212,30 @@ class _Running:
                 f" {self._device}, numbers and strings from the loader, or leave StepGraph out."
             ) from None
         phase = self.loop.phase(batch_idx)
+        _, is_first, steps = phase
+        in_graph = steps and self._outside is None  # the optimizer's step
         if (kind := self._kinds.get((layout, phase))) is None:
             kind = _Kind()
             if len(self._kinds) < _MOST_KINDS:
                 self._kinds[layout, phase] = kind
         kind.steps += 1
-        is_first, steps = phase[1:]
         captured = kind.captured
-        if captured is None and self._may_capture(kind, layout, is_first=is_first):
-            whole = steps and self._outside is None
-            return self._capture(kind, layout, stock, optimizer, batch_idx, kwargs, phase=phase, whole=whole)
-        if captured is None or (captured.before is not None and captured.before is not self._bound):
-            return self._train(kind, layout, stock, optimizer, batch_idx, kwargs)
-        if steps and self._outside is None and self._rates is not None and self._rates.changed():
-            self._leave_optimizer_out("an option of the optimizer changes during training")
-            return self._train(kind, layout, stock, optimizer, batch_idx, kwargs)
-        if captured.inputs:
-            torch._foreach_copy_(captured.inputs, inputs)
-        return self._replay(captured, batch_idx, is_first=is_first, steps=steps)
-
-    def _train(
-        self,
-        kind: _Kind,
-        layout: Hashable,
-        stock: Callable[..., Outputs],
-        optimizer: Optimizer,
-        batch_idx: int,
-        kwargs: Any,
-    ) -> Outputs:
-        """Train without a graph."""
+        if captured is not None and (captured.before is None or captured.before is self._bound):
+            if not in_graph or not self._has_new_options():
+                if captured.inputs:
+                    torch._foreach_copy_(captured.inputs, inputs)
+                work = partial(self._replay, captured, in_graph=in_graph)
+                return self._with_step(captured, work, batch_idx, is_first=is_first, steps=steps)
+        elif captured is None and self._may_capture(kind, layout, is_first=is_first):
+            captured = self._captured(stock, optimizer, batch_idx, kwargs, is_first=is_first, in_graph=in_graph)
+            work = partial(self._capture, kind, layout, captured)
+            return self._with_step(captured, work, batch_idx, is_first=is_first, steps=steps)
         self._bound = None
         if self._layouts and layout not in self._layouts and not self._said_other:
             self._said_other = True
             differs = difference(layout, self._layouts[0])
             self._say(f"batches of another shape run without the graph ({differs}); raise shapes to capture them too")
-        is_warmup = kind.captured is None and kind.steps <= self._settings.warmup_steps
+        is_warmup = captured is None and kind.steps <= self._settings.warmup_steps
         with warmed_up(self._stream if is_warmup else None):
             return stock(optimizer, batch_idx, kwargs)
 
@@ -256,28 +247,32 @@ class _Running:
             return False
         return layout in self._layouts or len(self._layouts) < self._settings.shapes
 
-    def _capture(
+    def _has_new_options(self) -> bool:
+        if self._rates is None or not self._rates.changed():
+            return False
+        self._outside = "an option of the optimizer changes during training"
+        self._forget()
+        self._say(f"the optimizer steps outside of the graph from now on: {self._outside}")
+        return True
+
+    def _captured(
         self,
-        kind: _Kind,
-        layout: Hashable,
         stock: Callable[..., Outputs],
         optimizer: Optimizer,
         batch_idx: int,
         kwargs: Any,
         *,
-        phase: tuple[int, bool, bool],
-        whole: bool,
-    ) -> Outputs:
-        is_first, steps = phase[1:]
+        is_first: bool,
+        in_graph: bool,
+    ) -> _Captured:
+        """Return what is about to be captured: a step on copies of the batch."""
         static = {**kwargs, "batch": apply_to_collection(kwargs["batch"], Tensor, Tensor.clone)}
         if "batch_idx" in static:
             static["batch_idx"] = ConstantIndex(batch_idx)
-        if whole and self._rates is None:
+        if in_graph and self._rates is None:
             self._rates = Rates(optimizer, self._device)
-        if whole and self._rates is not None:
-            self._rates.update()
         graph: Graph = EmulatedGraph(self._parameters) if self._stream is None else CudaGraph(self._stream, self._pool)
-        captured = _Captured(graph, [], None if is_first else self._bound)
+        captured = _Captured(graph, None if is_first else self._bound)
         layout_of(static["batch"], captured.inputs, device=self._device)
 
         def step() -> list[Tensor]:
@@ -285,13 +280,12 @@ class _Running:
             with ExitStack() as around:
                 around.enter_context(self.loop.uncounted())
                 around.enter_context(logged.recording())
-                around.enter_context(device_rates(optimizer, self._rates if whole else None))
+                around.enter_context(device_rates(optimizer, self._rates if in_graph else None))
                 for callback in self._prefetch:
                     around.enter_context(instead_of(callback, "on_before_backward", _do_nothing))
                 if self._emulates and captured.logged is None:
                     around.enter_context(_checked_reads(self._trainer.strategy))
-                run = stock if whole else self.loop.closure
-                outputs = run(optimizer, batch_idx, static)
+                outputs = (stock if in_graph else self.loop.closure)(optimizer, batch_idx, static)
             if not outputs:
                 raise RuntimeError("training_step returned None")
             outputs = apply_to_collection(outputs, Tensor, Tensor.detach)
@@ -301,42 +295,15 @@ class _Running:
             apply_to_collection(outputs, Tensor, tensors.append)
             return tensors
 
-        host = HostState(self._module, self._device)
-        if not (whole or not steps):
-            return self._capture_closure(kind, layout, captured, step, host, batch_idx, is_first=is_first)
-        self._capture_step(captured, step, host)
-        self._keep(kind, layout, captured)
-        self.loop.count(is_first=is_first, steps=steps)
-        return self._after_replay(captured)
+        captured.step = step
+        return captured
 
-    def _capture_closure(
-        self,
-        kind: _Kind,
-        layout: Hashable,
-        captured: _Captured,
-        step: Callable[[], list[Tensor]],
-        host: HostState,
-        batch_idx: int,
-        *,
-        is_first: bool,
-    ) -> Outputs:
-        """Capture forward and backward, while the optimizer steps as in a stock run."""
-        outputs: list[Outputs] = []
-
-        def closure() -> Any:
-            self._capture_step(captured, step, host)
-            self._keep(kind, layout, captured)
-            self.loop.count(is_first=is_first, steps=False)
-            outputs.append(self._after_replay(captured))
-            return outputs[0]["loss"]
-
-        self.loop.optimizer_step(batch_idx, closure)
-        return outputs[0]
-
-    def _capture_step(self, captured: _Captured, step: Callable[[], list[Tensor]], host: HostState) -> None:
-        name = type(self._module).__name__
+    def _capture(self, kind: _Kind, layout: Hashable, captured: _Captured) -> None:
+        name, host = type(self._module).__name__, HostState(self._module, self._device)
+        if self._rates is not None:
+            self._rates.update()
         try:
-            captured.graph.capture(step)
+            captured.graph.capture(captured.step)
         except Exception as error:
             raise RuntimeError(
                 f"StepGraph cannot capture the step of {name}: {line_of(error)}."
@@ -349,8 +316,6 @@ class _Running:
                 " Change tensors in place and draw random numbers on the device, do it in on_train_batch_end,"
                 " or leave StepGraph out."
             )
-
-    def _keep(self, kind: _Kind, layout: Hashable, captured: _Captured) -> None:
         kind.captured = captured
         gradients: list[Tensor | None] = [parameter.grad for parameter in self._parameters]
         before = captured.before
@@ -362,19 +327,26 @@ class _Running:
             where = "" if self._outside is None else f"; the optimizer steps outside of it: {self._outside}"
             self._say(f"the step is one {'emulated' if self._emulates else 'CUDA'} graph{where}")
 
-    def _replay(self, captured: _Captured, batch_idx: int, *, is_first: bool, steps: bool) -> Outputs:
+    def _replay(self, captured: _Captured, *, in_graph: bool) -> None:
+        if in_graph and self._rates is not None:
+            self._rates.update()
+        captured.graph.replay()
+        if self._outside is not None:
+            self._bound = None  # its step may have dropped them
+
+    def _with_step(
+        self, captured: _Captured, work: Callable[[], None], batch_idx: int, *, is_first: bool, steps: bool
+    ) -> Outputs:
+        """Do ``work``, inside Lightning's step of the optimizer unless that is in the graph, and return the outputs."""
         if not steps or self._outside is None:
-            if steps and self._rates is not None:
-                self._rates.update()
-            captured.graph.replay()
+            work()
             self.loop.count(is_first=is_first, steps=steps)
             return self._after_replay(captured)
         outputs: list[Outputs] = []
 
         def closure() -> Any:
-            captured.graph.replay()
+            work()
             self.loop.count(is_first=is_first, steps=False)
-            self._bound = None  # the last step may have dropped them
             outputs.append(self._after_replay(captured))
             return outputs[0]["loss"]
 
@@ -398,11 +370,6 @@ class _Running:
         }
 
     # The run
-
-    def _leave_optimizer_out(self, why: str) -> None:
-        self._outside = why
-        self._forget()
-        self._say(f"the optimizer steps outside of the graph from now on: {why}")
 
     def _forget(self) -> None:
         self._kinds.clear()

@@ -1,6 +1,7 @@
 """A step that is captured and replayed trains as the stock step does, and what a replay cannot repeat is an error."""
 
 import random
+import sys
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from lightning_ups.callbacks import (
     TokenThroughput,
 )
 from lightning_ups.precision import BF16Precision
+from lightning_ups.transforms.step_graph import EmulatedGraph
 
 pytestmark = pytest.mark.filterwarnings("ignore:(?!StepGraph)")
+MOST_CALLS = 190  # for four values that are logged, three of them over the epoch
 QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False)
 
 
@@ -371,3 +374,37 @@ def test_values_that_are_no_tensors_keep_batches_apart(tmp_path):
     module = stepping(lambda self, batch, batch_idx: self.net(batch["x"]).square().mean())
     with pytest.warns(UserWarning, match=r"batches differ \('0' and '1'\)"):
         fit(tmp_path, module, StepGraph(emulate=True), data=DataLoader(data, batch_size=None), max_epochs=1)
+
+
+def test_a_replay_makes_few_calls(tmp_path, monkeypatch):
+    counts = []
+
+    def counted(stock):
+        def run(*args):
+            calls = 0
+
+            def count(frame, event, argument):
+                nonlocal calls
+                calls += event in ("call", "c_call")
+
+            sys.setprofile(count)
+            try:
+                return stock(*args)
+            finally:
+                sys.setprofile(None)
+                counts.append(calls)
+
+        return run
+
+    class Counts(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            loop = trainer.fit_loop.epoch_loop.automatic_optimization
+            if trainer.global_step == 8:
+                monkeypatch.setattr(EmulatedGraph, "replay", lambda self: None)
+                loop.run = counted(loop.run)
+
+        def on_train_end(self, trainer, pl_module):
+            del trainer.fit_loop.epoch_loop.automatic_optimization.run
+
+    fit(tmp_path, Net(), StepGraph(emulate=True), Counts(), max_epochs=1, accelerator="cpu")
+    assert counts[1] <= MOST_CALLS
