@@ -147,12 +147,15 @@ PURPOSES = (
         },
     ),
     Purpose(
-        "see how a Hugging Face model initializes itself on the meta device, and read its weights one by one",
+        "see how a Hugging Face model initializes itself on the meta device, read its weights one by one,"
+        " and leave out masks that compiled code does not need",
         feature="configure_model",
         test="test_a_model_initialises_itself_on_meta_only_while_asked",
         patches={
             "transformers.modeling_utils:PreTrainedModel.init_weights": _PATCH,
             "transformers.modeling_utils:safe_open": _PATCH,
+            "transformers.masking_utils:find_packed_sequence_indices": Patch(("position_ids",), only_speed=True),
+            "transformers.masking_utils:is_torchdynamo_exporting": _SPEED,
         },
     ),
     Purpose(

@@ -1,5 +1,6 @@
 """Prepares models of Hugging Face's transformers for Dynamo, and reads their weights one by one."""
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from lightning_ups._compat.torch.fsdp.recording import open_recordings
 from lightning_ups._compat.torch.tensors.custom_ops import define_operator
 
 _OUTPUTS, _INSTALL = "transformers.utils.output_capturing", "maybe_install_capturing_hooks"
+_MASKS = "transformers.masking_utils"
 _ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 _INSTALLED = "_output_capturing_hooks_installed"
 
@@ -68,6 +70,53 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
 def is_output_hook(hook: object) -> bool:
     """Return whether ``hook`` only collects outputs of a layer for transformers."""
     return getattr(hook, "__module__", None) == _OUTPUTS
+
+
+class _Traced:
+    """What Dynamo traces: whether the innermost model of transformers makes its positions itself."""
+
+    makes_positions = False
+
+
+TRACED = _Traced()
+
+
+def masks_depend_on_positions(module: nn.Module) -> list[nn.Module]:
+    """Return the models of transformers within ``module`` that take positions."""
+    masks: Any = sys.modules.get(_MASKS)
+    if not hasattr(masks, "find_packed_sequence_indices"):
+        return []
+    kind = sys.modules["transformers"].PreTrainedModel
+    return [
+        child
+        for child in module.modules()
+        if isinstance(child, kind) and "position_ids" in inspect.signature(type(child).forward).parameters
+    ]
+
+
+@contextmanager
+def skipping_masks() -> Iterator[None]:
+    """Let code that is compiled in this context pass no mask for positions that `TRACED` knows, nor for export's sake.
+
+    Before torch 2.14, Dynamo answers each question for an export with yes.
+    """
+
+    def not_packed(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def find(position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() and TRACED.makes_positions:
+                return None
+            return stock(position_ids, *args, **kwargs)
+
+        return find
+
+    def not_exported(stock: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda: not torch.compiler.is_compiling() and stock()
+
+    with (
+        applied(f"{_MASKS}:find_packed_sequence_indices", not_packed, once=True),
+        applied(f"{_MASKS}:is_torchdynamo_exporting", not_exported, once=True),
+    ):
+        yield
 
 
 def read_on_meta(load: Callable[..., Any], path: str, **options: Any) -> Any:
