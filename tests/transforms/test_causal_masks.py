@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
+from lightning_ups._compat.torch.tensors.attention import scaled_dot_product_attention
 from lightning_ups.transforms.causal_masks import causal_masks_left_out
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Dynamo
@@ -23,7 +24,7 @@ MODELS = {
     "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, intermediate_size=32)),
 }
 TOKENS = torch.arange(16).reshape(2, 8) % 64
-CALLS = F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention  # noqa: SLF001
+CALLS = F.scaled_dot_product_attention, scaled_dot_product_attention
 PACKED = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2]).expand(2, 8)
 
 
