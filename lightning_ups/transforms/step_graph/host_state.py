@@ -16,7 +16,7 @@ from lightning_ups.transforms.quoted import first_line
 
 _NUMBERS = (bool, int, float, str)
 _INSTALLED = {"site-packages", "dist-packages"}
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE, _TORCH = Path(__file__).parents[2], Path(torch.__file__).parent
 
 
 class HostState:
@@ -91,10 +91,17 @@ def names_read(owner: Any, method: str, names: Iterable[str]) -> list[str]:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the last line of the user's code in the traceback of ``error``, with what was raised."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_installed(frame.filename)]
-    place = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}: " if frames else ""
-    return f"{place}{first_line(error)}"
+    """Return the last line of the user's code in the traceback of ``error``, and that of a library that it called."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_torch_or_ours(frame.filename)]
+    own = [frame for frame in frames if not _is_installed(frame.filename)][-1:]
+    called = [frame for frame in frames[-1:] if frame not in own]
+    places = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in (*own, *called)]
+    return ": ".join([*places, first_line(error)])
+
+
+def _is_torch_or_ours(filename: str) -> bool:
+    path = Path(filename)
+    return path.is_relative_to(_PACKAGE) or path.is_relative_to(_TORCH) or not path.is_file()
 
 
 def _is_installed(filename: str) -> bool:
