@@ -117,6 +117,14 @@ class BaseRun:
         )
 
     @property
+    def own_parts(self) -> list[str]:
+        """The parts of this package that the user's settings name."""
+        lists = (item for key, item in self.explicit.items() if key.startswith(("callbacks.", "plugins.")))
+        parts = [kind.__name__ for kind in map(kind_of, lists) if kind and kind.__module__.startswith("lightning_ups.")]
+        strategy = self.requested.run.strategy
+        return parts + ([strategy.name] if strategy.ours and "trainer.strategy" in self.explicit else [])
+
+    @property
     def workers(self) -> int:
         """The loader workers of a process, as far as the datamodule says."""
         count = section(self.requested.config, "data", "init_args").get("num_workers")

@@ -271,7 +271,7 @@ class Stopwatch(Continued):
         return Result(
             samples_per_s=rate,
             tokens_per_s=tokens_per_s,
-            step_s=middle,
+            step_s=sum(found.seconds) / len(found.seconds),
             spread=(high - low) / middle,
             error=found.error if len(found.seconds) > 1 else 1.0,
             steps=len(found.seconds),

@@ -112,7 +112,10 @@ def search(
     names = undisturbed(names, per_trial, workers=base.workers)
     facts = _situation(base, most=most, objective=objective, keeps_global_batch=keep_global_batch)
     space = Space(facts)
-    note(f"tune: {len(space.settings)} axes, {space.size:,} choices: {', '.join(space.settings) or 'none'}")
+    if space.settings:
+        note(f"tune: {space.size:,} choices of {', '.join(space.settings)}")
+    else:
+        note("tune: no axis to search on this device")
     if space.fixed:
         note(f"tune: fixed by your settings: {', '.join(space.fixed)}")
     if facts.typed_counts and type(facts.data.get("batch_size")) is int:
@@ -124,6 +127,7 @@ def search(
         tree = merged([accelerator, space.tree(choice)])
         return base.configuration(*([text_of(tree)] if tree else []), preset=None)
 
+    given = _given(base, configuration(space.stock))
     kept = store_of(store, fresh=fresh)
     with (
         Engine(store=kept, identity=base.identity, devices=names, per_trial=per_trial) as engine,
@@ -140,12 +144,16 @@ def search(
             limit=limit,
             deadline=deadline,
             show=show,
-        ).run(_given(base, configuration(space.stock)))
+        ).run(given)
     return _conclude(found, space, base, output, objective=objective)
 
 
 def _given(base: BaseRun, stock: Configuration) -> list[Row]:
-    rows = [Row(name="stock Lightning", choice=None, configuration=stock)]
+    name = "stock Lightning"
+    if parts := base.own_parts:
+        name = "your settings"
+        note(f"tune: your settings{' without the preset' if base.preset else ''} have {', '.join(parts)}, and stay")
+    rows = [Row(name=name, choice=None, configuration=stock)]
     if base.preset is not None:
         configured = base.configuration(preset=base.preset)
         rows.append(Row(name=f"preset {base.preset}", choice=None, configuration=configured))
@@ -297,16 +305,21 @@ def _cells(row: Row) -> list[str]:
     return [
         row.name,
         f"{_rate(row):.4g}",
-        f"{1e3 * result.step_s:.4g} ms",
+        f"{1e3 * _mean([each.step_s for each in row.finals or [result]]):.4g} ms",
         gib(result.peak_bytes),
         "" if result.mfu is None else f"{result.mfu:.1%}",
-        (said or ("ended early" if result.is_pruned else _rounds(row)))[:100],
+        ", ".join(filter(None, (said, "ended early" if result.is_pruned else _rounds(row))))[:100],
     ]
 
 
 def _rate(row: Row) -> float:
-    finals = [each.samples_per_s for each in row.finals]
-    return geometric_mean(finals) if finals else row.result.samples_per_s if row.result is not None else 0.0
+    measured = row.finals or ([] if row.result is None else [row.result])
+    return _mean([each.samples_per_s for each in measured])
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the geometric mean, 0 without values or with one of 0."""
+    return geometric_mean(values) if values and all(values) else 0.0
 
 
 def _rounds(row: Row) -> str:
@@ -343,7 +356,10 @@ def _conclude(found: Outcome, space: Space, base: BaseRun, output: Path, *, obje
         label="samples per second and peak memory",
     )
     title = f"{type(base.requested.run.module).__name__}: the search for faster settings"
-    tiles = [("best", best.name), *([("gain over stock", str(found.gain))] if found.gain is not None else [])]
+    tiles = [
+        ("best", best.name),
+        *([(f"gain over {found.rows[0].name}", str(found.gain))] if found.gain is not None else []),
+    ]
     sections = [("Speed and memory", chart), ("Configurations", table(_HEAD, [*map(_cells, ranked)]))]
     device = best.result.device if best.result is not None else ""
     paths = [
@@ -360,14 +376,14 @@ def _conclude(found: Outcome, space: Space, base: BaseRun, output: Path, *, obje
 
 def _result(found: Outcome, best: Row, space: Space, objective: Objective) -> str:
     """Return in one line what was found."""
+    stock = found.rows[0]
     if not space.is_stock(best.choice):
         if found.gain is None:
-            return "stock Lightning was not measured, so the gain is not known"
+            return f"{stock.name} was not measured, so the gain is not known"
         unit = " in samples per second and device" if objective == "cost" else ""
-        text = f"{found.gain}{unit} over stock Lightning{'' if found.gain.is_known else ', after one round'}"
-        stock = found.rows[0].result
-        if objective == "memory" and best.result is not None and stock is not None:
-            text = f"{gib(best.result.peak_bytes)} of memory instead of {gib(stock.peak_bytes)}, speed {text}"
+        text = f"{found.gain}{unit} over {stock.name}{'' if found.gain.is_known else ', after one round'}"
+        if objective == "memory" and best.result is not None and stock.result is not None:
+            text = f"{gib(best.result.peak_bytes)} of memory instead of {gib(stock.result.peak_bytes)}, speed {text}"
         return text
     others = [row for row in found.rows if row is not best]
     if not others:
@@ -393,7 +409,7 @@ def _overlay(found: Outcome, best: Row, space: Space, base: BaseRun, said: str, 
     if parts:
         yield f"# verify: {best.verified or 'not asked'}."
     if base.preset is not None:
-        yield f"preset: none  # {'the lines below replace it' if parts else 'stock Lightning is as fast'}"
+        yield f"preset: none  # {'the lines below replace it' if parts else f'{found.rows[0].name} is as fast'}"
     comments: dict[str, str] = {}
     for axis, (name, tree) in parts.items():
         gain = found.gains.get(axis)

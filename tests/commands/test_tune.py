@@ -191,6 +191,29 @@ def test_an_interrupt_before_the_first_choice_leaves_a_valid_file(tmp_path, monk
 NOISE = random.Random(0)
 
 
+@pytest.mark.usefixtures("table")
+def test_the_run_that_is_compared_with_is_named_by_what_it_is(tmp_path, monkeypatch, capsys):
+    parts = {"callbacks": [{"class_path": "DevicePrefetch"}], "plugins": [{"class_path": "BF16Precision"}]}
+    settings = {**BASE, "trainer": {**BASE["trainer"], **parts}, "preset": "cpu"}
+    facts, _ = run(tmp_path, monkeypatch, settings=settings)
+    assert facts["rows"][0]["name"] == "your settings"
+    printed = capsys.readouterr()
+    assert "over your settings" in printed.out
+    assert "stock Lightning" not in printed.out
+    assert "your settings without the preset have DevicePrefetch, BF16Precision, and stay" in printed.err
+
+
+@pytest.mark.usefixtures("table")
+def test_axes_that_the_file_fixes_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "Space", Space)
+    data = {"class_path": BASE["data"]["class_path"], "init_args": {"batch_size": 4, "num_workers": 0}}
+    settings = {**BASE, "data": data, "trainer": {**BASE["trainer"], "precision": "bf16-mixed"}}
+    run(tmp_path, monkeypatch, settings=settings)
+    error = capsys.readouterr().err
+    assert "tune: no axis to search on this device\n" in error
+    assert "tune: fixed by your settings: precision, microbatch, loader workers\n" in error
+
+
 class Noisy(Table):
     """Has time for one round of the final; nothing differs."""
 
@@ -232,6 +255,8 @@ def test_lines_tell_the_time_and_what_runs_for_long(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(tune, "_REMINDS_EVERY", 0.03)
     run(tmp_path, monkeypatch)
     error = capsys.readouterr().err
+    times = [int(minutes) * 60 + int(seconds) for minutes, seconds in re.findall(r"tune: \[(\d+):(\d+)\]", error)]
+    assert times == sorted(times)
     assert re.search(r"tune: \[0:0\d\] single changes, \d of \d+: \S.* for 0 s; at most 19:5\d left", error)
     assert "this step about 0:0" in error
     assert re.search(r"tune: \[0:0\d\] pause: short  100", error)

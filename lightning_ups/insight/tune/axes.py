@@ -111,6 +111,7 @@ class Axis:
         start: The setting that the search starts with, if it applies; None: the first.
         applies: When the axis is searched.
         fixed_by: The user's settings that keep the axis fixed.
+        is_given: When the user has chosen the setting in another way.
     """
 
     name: str
@@ -118,10 +119,11 @@ class Axis:
     start: str | None = None
     applies: Callable[[Situation], bool] = _always
     fixed_by: Sequence[str] = ()
+    is_given: Callable[[Situation], bool] = lambda _: False
 
     def is_fixed(self, situation: Situation) -> bool:
         """Return whether the user's settings keep the axis fixed."""
-        return any(key in situation.explicit for key in self.fixed_by)
+        return self.is_given(situation) or any(key in situation.explicit for key in self.fixed_by)
 
     def of(self, situation: Situation) -> dict[str, Setting]:
         """Return the settings that apply, by name; fewer than two leave nothing to search."""
@@ -148,9 +150,7 @@ def _strategy(name: str, settings: str = "") -> str:
 
 
 def _micro_batches(situation: Situation) -> list[Setting]:
-    size = situation.batch
-    if size is None:
-        return []
+    size = situation.data["batch_size"]
     whole = size * situation.accumulated
     text = "{data: {init_args: {batch_size: %d}}}"
     sizes = [found for shift in (1, -1, 2, -2, 3) if (found := _shifted(size, shift)) and whole % found == 0]
@@ -222,7 +222,8 @@ AXES: tuple[Axis, ...] = (
             ),
         ),
         start="bf16",
-        applies=lambda situation: _has_bfloat16(situation) and not situation.sets_precision,
+        applies=_has_bfloat16,
+        is_given=lambda situation: situation.sets_precision,
     ),
     Axis(
         name="compilation",
@@ -270,7 +271,8 @@ AXES: tuple[Axis, ...] = (
     Axis(
         name="microbatch",
         settings=_micro_batches,
-        applies=lambda situation: situation.batch is not None,
+        applies=lambda situation: type(situation.data.get("batch_size")) is int,
+        is_given=lambda situation: situation.batch is None,
         fixed_by=("callbacks.GradientAccumulationScheduler", "callbacks.BatchSizeFinder"),
     ),
     Axis(

@@ -22,7 +22,7 @@ class Result:
         text: What happened.
         samples_per_s: Samples, or batches if they have no size.
         tokens_per_s: Tokens, if batches have them.
-        step_s: The median time of an optimizer step.
+        step_s: The mean time of an optimizer step.
         spread: The distance of the quartiles of step times, as a share of the median.
         error: The standard error of the rate, as a share of it.
         steps: The number of steps after the warm-up.

@@ -124,6 +124,7 @@ class Search:
         self._full = {"seconds": seconds, "limit": limit}
         self._short: dict[str, Any] = {"seconds": seconds / 3, "limit": limit, "precision": 0.02}
         self._began, self._deadline = time.monotonic(), deadline
+        self._verifying_s = 0.0
         self.rows: list[Row] = []
         self._by_choice: dict[tuple[tuple[str, str], ...], Row] = {}
         self._stock: Row | None = None
@@ -264,7 +265,7 @@ class Search:
                 rows=self.rows,
                 doing=self._doing,
                 running=[*self._running],
-                passed_s=now - self._began,
+                passed_s=now - self._began + self._verifying_s,
                 left_s=max(0.0, self._deadline - now),
                 step_left_s=left,
             )
@@ -372,8 +373,9 @@ class Search:
         self._show()
         began = time.monotonic()
         found = self._verify(row.configuration)
-        self._began += time.monotonic() - began  # verification does not take of the time of the search
-        self._deadline += time.monotonic() - began
+        self._verifying_s += (passed := time.monotonic() - began)
+        self._began += passed  # verification does not take of the time of the search
+        self._deadline += passed
         self._running = []
         stock = self._stock
         has_losses = stock is not None and stock.result is not None and stock.result.losses

@@ -60,7 +60,7 @@ def test_what_the_user_sets_is_fixed():
     explicit = {"callbacks.Compile": "Compile", "flags.tf32": False, "data.batch_size": 8, "trainer.strategy": "ddp"}
     space = Space(Situation(**{**vars(GPU), "explicit": explicit, "sets_precision": True}))
     assert not {"precision", "compilation", "TF32", "microbatch", "sharding"} & set(space.settings)
-    assert {"compilation", "TF32", "sharding"} <= set(space.fixed)
+    assert {"precision", "compilation", "TF32", "microbatch", "sharding"} <= set(space.fixed)
     assert "attention" in space.settings
 
 
