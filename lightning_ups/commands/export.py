@@ -56,10 +56,17 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             "--output is missing: it names a new folder to write to. To verify checksums alone, add --check."
         )
-    output = _empty(asked.output)
-    export = _as_one_file if asked.format == "torch" else _as_safetensors
+    output = asked.output
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {output} exists and is not an empty folder. Name a new one.")
+    is_file = asked.format == "torch" and output.suffix == ".ckpt" and not output.exists()
+    folder = output.parent if is_file else output
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        written = export(path, output, asked)
+        if asked.format == "torch":
+            written = _as_one_file(path, output if is_file else output / "checkpoint.ckpt", asked)
+        else:
+            written = _as_safetensors(path, output, asked)
     except BaseException:
         with suppress(OSError):  # where something was written
             output.rmdir()
@@ -74,13 +81,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m lightning_ups export", description="Write a checkpoint as one file, or as safetensors."
     )
     parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint folder, or a .ckpt file")
-    parser.add_argument("--output", type=Path, help="a folder, new or empty")
+    parser.add_argument("--output", type=Path, help="a folder, new or empty; with --format torch also a new file .ckpt")
     parser.add_argument("--check", action="store_true", help="verify the checksums of all files, and write nothing")
     parser.add_argument(
         "--format",
         choices=("torch", "safetensors"),
         default="safetensors",
-        help="torch: one checkpoint.ckpt that a single device resumes from; safetensors, the default: the weights",
+        help="torch: one file .ckpt that a single device resumes from; safetensors, the default: the weights",
     )
     parser.add_argument(
         "--names",
@@ -119,7 +126,7 @@ def _check(path: Path) -> int:
     return 0
 
 
-def _as_one_file(path: Path, output: Path, asked: argparse.Namespace) -> list[Path]:
+def _as_one_file(path: Path, file: Path, asked: argparse.Namespace) -> list[Path]:
     if path.is_file():
         raise ValueError(f"{path} is one file already. Use it as it is, or choose --format safetensors.")
     options = {
@@ -134,7 +141,6 @@ def _as_one_file(path: Path, output: Path, asked: argparse.Namespace) -> list[Pa
             f"--format torch takes no {' and '.join(given)}: one file is for resuming, and stays as it was saved."
             " Leave that out, or choose --format safetensors."
         )
-    file = output / "checkpoint.ckpt"
     checkpoint, left = consolidated(path, weights_only=not asked.trust)
     torch.save(checkpoint, file)
     if left:
@@ -322,10 +328,3 @@ def _bytes(text: str) -> int:
     if match is None or unit not in _UNITS or not float(match.group(1)):
         raise ValueError(f"--max-shard-size {text} is not a size. Write it like 5GB or 500MB.")
     return int(float(match.group(1)) * _UNITS[unit])
-
-
-def _empty(path: Path) -> Path:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"--output {path} exists and is not an empty folder. Name a new folder.")
-    path.mkdir(parents=True, exist_ok=True)
-    return path

@@ -45,7 +45,7 @@ def check_checkpoint_fits_strategy(given: Any, strategy: Strategy) -> None:
         check_file(path)
     elif path.is_dir():
         cure = "Use trainer.strategy: fsdp2, or convert it: python -m lightning_ups export"
-        cure += f" --checkpoint {path} --output one --format torch"
+        cure += f" --checkpoint {path} --output one.ckpt --format torch"
         if not is_complete(path):
             inside = newest_within(path)
             cure = f"Did you mean {str(inside)!r}?" if inside else suggest_file(path, endings=(".ckpt",))

@@ -93,8 +93,10 @@ def test_what_compile_turns_off_reaches_no_config(ranks, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_one_file_resumes_on_a_single_device(ranks, tmp_path):
     ranks(sharded, tmp_path)
-    main(["--checkpoint", str(tmp_path / "trained.ckpt"), "--output", str(tmp_path / "one"), "--format", "torch"])
-    file = tmp_path / "one" / "checkpoint.ckpt"
+    file = tmp_path / "new" / "one.ckpt"
+    main(["--checkpoint", str(tmp_path / "trained.ckpt"), "--output", str(file), "--format", "torch"])
+    with pytest.raises(ValueError, match=r"one\.ckpt exists and is not an empty folder"):
+        main(["--checkpoint", str(tmp_path / "trained.ckpt"), "--output", str(file), "--format", "torch"])
     saved = torch.load(file, weights_only=True)
     assert saved["global_step"] == 2
     assert saved["hyper_parameters"]["size"] == "tiny"
@@ -163,7 +165,7 @@ def test_options_of_safetensors_are_refused_for_one_file(tmp_path, option):
     ("words", "message"),
     [
         (["--checkpoint=gone"], "does not exist"),
-        (["--output=full"], r"--output full .*Name a new folder"),
+        (["--output=full"], r"--output full .*Name a new one"),
         (["--output=w.ckpt/x"], "Not a directory"),
         (["--formt=torch"], "'--formt'.*'--format'"),
         (["--format=torch"], "one file already"),

@@ -4,10 +4,14 @@ import hashlib
 import importlib
 import itertools
 import json
+import socket
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import numpy as np
 
@@ -170,20 +174,35 @@ def _find(name: str) -> tuple[str, str | None]:
         return str(path / "tokenizer.json"), _eos_of(path / "tokenizer_config.json")
     if path.suffix == ".json" or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"tokenizer {name} does not exist (looked up from {Path.cwd()}).")
+    unreached = ""
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import constants, hf_hub_download
 
-        file = hf_hub_download(name, "tokenizer.json")
+        unreached = _unreached(constants.ENDPOINT)
+        file = hf_hub_download(name, "tokenizer.json", local_files_only=bool(unreached))
     except Exception as error:  # noqa: BLE001  (whatever the network, the Hub or the package raise)
-        reason = str(error).strip().partition("\n")[0][:150]
+        reason = str(error).strip().partition("\n")[0]
+        why = unreached or f"{type(error).__name__}: {shorten(reason, 150, placeholder=' ...')}"
         raise FileNotFoundError(
             f"tokenizer {name} is not a local file, and the Hugging Face Hub does not give it"
-            f" ({type(error).__name__}: {reason}). Give a local tokenizer.json or a folder with one, or `bytes`."
+            f" ({why}). Give a local tokenizer.json or a folder with one, or `bytes`."
         ) from None
     try:
-        return file, _eos_of(Path(hf_hub_download(name, "tokenizer_config.json")))
+        return file, _eos_of(Path(hf_hub_download(name, "tokenizer_config.json", local_files_only=bool(unreached))))
     except Exception:  # noqa: BLE001  (many tokenizers have none)
         return file, None
+
+
+def _unreached(address: str) -> str:
+    """Return why no connection can be made to ``address``; empty if one can. The Hub's client would try for long."""
+    if getproxies():
+        return ""
+    parts = urlsplit(address)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 443), timeout=5).close()
+    except OSError as error:
+        return f"no connection to {parts.hostname}: {error.strerror or error}"
+    return ""
 
 
 def _eos_of(config: Path) -> str | None:

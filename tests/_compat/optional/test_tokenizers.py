@@ -1,10 +1,13 @@
 import json
 import pickle
 import sys
+import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from lightning_ups._compat.optional import tokenizers
 from lightning_ups._compat.optional.tokenizers import Encoder, load_encoding
 from tests.token_files import WORDS, tokenizer
 
@@ -90,6 +93,14 @@ def test_what_is_missing_is_named_in_a_line(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
         load_encoding(str(tmp_path), bos=None, eos=None)
+    monkeypatch.setattr(tokenizers, "getproxies", dict)
+    monkeypatch.setattr(tokenizers.socket, "create_connection", Mock(side_effect=OSError(1, "no route to host")))
+    began = time.monotonic()
+    with pytest.raises(
+        FileNotFoundError, match=r"\(no connection to huggingface.co: no route to host\)\. Give a local"
+    ):
+        load_encoding("nobody/nothing", bos=None, eos=None)
+    assert time.monotonic() - began < 5, "without the Hub's attempts"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(FileNotFoundError, match=r"Give a local tokenizer\.json"):
