@@ -47,7 +47,7 @@ def _lines(summary: Summary) -> Iterator[str]:
     else:
         yield f"  Change first: {change.name}: {change.what}."
         yield f"  {change.change[0].upper()}{change.change[1:]}."
-    yield "  To look closer: python -m lightning_ups diagnose --config RUN.yaml, with the file of your run"
+    yield "  To look closer: python -m lightning_ups diagnose --config RUN.yaml, or --model FILE.CLASS --data FILE.CLASS"
 
 
 def rows(summary: Summary) -> list[Row]:

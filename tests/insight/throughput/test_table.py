@@ -53,7 +53,7 @@ def test_the_table_says_what_was_measured():
         assert part in text, part
     assert "checkpoint" not in text
     assert text.rstrip().endswith(
-        "To look closer: python -m lightning_ups diagnose --config RUN.yaml, with the file of your run"
+        "To look closer: python -m lightning_ups diagnose --config RUN.yaml, or --model FILE.CLASS --data FILE.CLASS"
     )
     assert "\n  not measured: scaling efficiency (set single_device)\n" in text
     assert re.search(r"\n  MFU +61.0% .*pass\n", text)
