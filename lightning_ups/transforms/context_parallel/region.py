@@ -12,12 +12,14 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ups.kernels.attention import attention
+from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy
 from lightning_ups.transforms.context_parallel.attention_calls import (
     attention_by_heads,
     replaced,
     torch_attention_by_heads,
 )
 from lightning_ups.transforms.context_parallel.kinds import find, positions_argument
+from lightning_ups.transforms.context_parallel.loss_calls import loss_by_rows
 from lightning_ups.transforms.context_parallel.parts import average, gather, split
 from lightning_ups.transforms.patching import instead_of
 
@@ -52,8 +54,10 @@ class ContextParallel:
         self._example: tuple[Any, Any] | None = None  # the arguments of the first call that trains
         self._torchs: Callable[..., Tensor] | None = None  # what is in the place of torch's attention
         self._undo = undo.enter_context(ExitStack())
-        own = attention_by_heads(attention, group, self._splits)
-        self._undo.enter_context(replaced(attention, own))
+        self._undo.enter_context(replaced(attention, attention_by_heads(attention, group, self._splits)))
+        self._undo.enter_context(
+            replaced(linear_cross_entropy, loss_by_rows(linear_cross_entropy, group, self._gathered))
+        )
         for each in self._module.modules():
             if "RotaryTable" in (base.__name__ for base in type(each).__mro__):
                 self._undo.enter_context(instead_of(each, "forward", self._rotation(each)))
@@ -112,6 +116,9 @@ class ContextParallel:
         # A traced graph calls torch's function by its name, and so its replacement once more, with whole sequences.
         return self._is_split and seq != self._length
 
+    def _gathered(self, seq: int) -> bool:
+        return not self._is_split and seq == self._length
+
     def _rotation(self, table: Any) -> Callable[[Tensor], Tensor]:
         whole, rank = table.forward, self._group.rank()
 
@@ -130,6 +137,16 @@ class ContextParallel:
             self._torchs = torch_attention_by_heads(present, self._group, self._splits)
             self._undo.enter_context(replaced(present, self._torchs))
 
+    def _keywords(self, given: dict[str, Any], count: int) -> dict[str, Any]:
+        """Return what was given after ``count`` positional arguments; models of transformers add keywords to these."""
+        found: dict[str, Any] = {}
+        for place, (name, parameter) in enumerate(self._signature.parameters.items()):
+            if parameter.kind is parameter.VAR_KEYWORD:
+                found |= given.get(name, {})
+            elif place >= count and name in given and parameter.kind is not parameter.VAR_POSITIONAL:
+                found[name] = given[name]
+        return found
+
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._route()
         size = self._group.size()
@@ -145,6 +162,7 @@ class ContextParallel:
                 f"A sequence of {length} positions was given to {self.name}, and context_parallel_size={size} does not"
                 f" divide it. Make its length a multiple of {size}, by padding or cutting."
             )
+        self._length = 0
         if length % size or not is_split or self._runs_whole:
             with self.splitting(on=False):
                 return forward(*args, **kwargs)
@@ -175,7 +193,7 @@ class ContextParallel:
             given[name] = tree_map_only(Tensor, part, value)
         self._length = length
         with self.splitting():
-            result = forward(*bound.args, **bound.kwargs)
+            result = forward(*bound.args[: len(args)], **self._keywords(given, len(args)))
         return tree_map_only(Tensor, joined, result)
 
 
