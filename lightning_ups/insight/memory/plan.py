@@ -329,8 +329,22 @@ class Planner:
         first, second = (self._step(variant, samples=n) for n in (one, 2 * one))
         return between(first, second, (samples - one) / one)
 
+    def _part_of(self, tokens: int | None, run: Run) -> int | None:
+        """Return how many of ``tokens`` of a sequence a device computes, if context parallelism splits them."""
+        settings, whole = run.strategy.settings, tokens or self.tokens
+        size = settings.get("context_parallel_size") or 1
+        if size == 1 or whole is None:
+            return tokens
+        if (name := settings.get("context_parallel_module")) is not None:
+            raise Uncountable(
+                f"FSDP2Strategy(context_parallel_module={name!r}) cannot be planned: what is computed outside of that"
+                " module is unknown. A GPT of this package and decoders of transformers can be planned."
+            )
+        return whole // size + whole % 2  # an odd one is the last target
+
     def _step(self, variant: Variant, *, samples: int | None = None, tokens: int | None = None) -> Step:
         run = self._run(variant)
+        tokens = self._part_of(tokens, run)
         microbatches = round(self._microbatches / variant.samples)
         # Strategies that copy the model have equal steps, and so have those that shard it in hooks.
         key = (

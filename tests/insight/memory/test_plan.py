@@ -354,6 +354,19 @@ def test_another_strategy_is_planned_without_the_settings_of_the_declared_one():
     assert plan.moment(other) == alone.moment(alone.declared)
 
 
+def test_context_parallelism_splits_sequences():
+    sharded = planner(strategy=FSDP2Strategy(), devices=2)
+    split = planner(strategy=FSDP2Strategy(context_parallel_size=2), devices=2)
+    one, two = (each.moment(each.declared) for each in (sharded, split))
+    assert two.of("parameters") == one.of("parameters")
+    before, after = (each._step(each.declared).saved.by_owner("activations") for each in (sharded, split))
+    block = next(name for name in before if name)
+    assert after[block] == pytest.approx(before[block] / 2, rel=0.05)
+    named = planner(strategy=FSDP2Strategy(context_parallel_size=2, context_parallel_module="model"), devices=2)
+    with pytest.raises(Uncountable, match="context_parallel_module='model'"):
+        named.moment(named.declared)
+
+
 def test_tensor_parallelism_splits_parameters_and_products():
     sharded = planner(strategy=FSDP2Strategy(), devices=2)
     split = planner(strategy=FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan="gpt"), devices=4)
