@@ -243,8 +243,8 @@ class PrecomputedLatents(LightningDataModule):
 
     @torch.no_grad()
     def _encoded(self, missing: Missing, found: tuple[Tensor, ...], dataloader_idx: int) -> Any:
-        assert self.trainer is not None
-        device = self.trainer.strategy.root_device
+        trainer = self.trainer
+        device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
         if not self._on_device:
             self.encoder.to(device)
             self._on_device = True
@@ -260,7 +260,8 @@ class PrecomputedLatents(LightningDataModule):
                     " Every tensor of a batch, and the encoder's output, needs the samples in front."
                 )
         self._write(missing, structure, fresh)
-        fresh = self.trainer.precision_plugin.convert_input(fresh)
+        if trainer is not None:
+            fresh = trainer.precision_plugin.convert_input(fresh)
         if not found:
             return unflatten(structure, fresh)
         there = [place for place in range(missing.size) if place not in {*missing.places}]
@@ -310,9 +311,9 @@ class PrecomputedLatents(LightningDataModule):
             self._room -= size
 
     def _tell_size(self, latents: Latents, each: float) -> None:
-        assert self.trainer is not None
         if self.max_gigabytes is not None and self._room is None:
-            self._room = (self.max_gigabytes * 1e9 - _size(self.folder)) / self.trainer.world_size
+            ranks = 1 if self.trainer is None else self.trainer.world_size
+            self._room = (self.max_gigabytes * 1e9 - _size(self.folder)) / ranks
         wanted = (latents.samples - latents.count) * each
         free = shutil.disk_usage(latents.path).free
         rank_zero_info(

@@ -4,10 +4,12 @@ import os
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_ups.callbacks import DevicePrefetch, ExactResume
 from lightning_ups.data import PrecomputedLatents
 from lightning_ups.data.latents import datamodule, store
 
@@ -27,7 +29,7 @@ class Images(Dataset):
     def __getitem__(self, index):
         self.read.append(index)
         image = torch.full((3, 4, 4), float(index)) * self.scale
-        return image + torch.rand(1) * self.noise, index
+        return image + torch.rand(1) if self.noise else image, index
 
 
 class Data(LightningDataModule):
@@ -311,6 +313,37 @@ def test_a_datamodule_without_validation_has_none(latents):
         assert len(fit(data).seen) == 3
     assert data.state_dict() == {"a": 1}
     assert data.data.trainer is data.trainer
+
+
+def test_batches_can_be_had_without_a_trainer(latents):
+    for calls in (12, 0):
+        data = latents()
+        batches = [data.on_after_batch_transfer(batch, 0) for batch in data.train_dataloader()]
+        assert torch.equal(torch.cat([labels for _, labels in batches]), torch.arange(12))
+        assert torch.equal(torch.cat([found for found, _ in batches])[:, 0], 2.0 * torch.arange(12))
+        assert data.encoder.calls == calls
+
+
+def test_a_run_resumes_within_an_epoch(latents, tmp_path):
+    def trained(folder, **options):
+        module = Head()
+        callbacks = [
+            ExactResume(),
+            DevicePrefetch(),
+            ModelCheckpoint(tmp_path / folder, save_last=True, every_n_train_steps=1),
+        ]
+        torch.manual_seed(1)
+        trainer = Trainer(
+            accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            num_sanity_val_steps=0, limit_val_batches=0, callbacks=callbacks, default_root_dir=tmp_path / folder,
+            max_steps=options["max_steps"],
+        )  # fmt: skip
+        trainer.fit(module, latents(Data(shuffle=True)), ckpt_path=options.get("ckpt_path"))
+        return module.seen
+
+    whole = trained("a", max_steps=7)
+    first = trained("b", max_steps=3)
+    assert first + trained("b", max_steps=7, ckpt_path=tmp_path / "b" / "last.ckpt") == whole
 
 
 def on_ranks(folder, shuffle):
