@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ups._compat.optional.packages import require
+from lightning_ups.models.hf.four_bit import full_weights
 
 _NOT_MERGED = ("use_dora", "lora_bias", "target_parameters", "trainable_token_indices")
 _NO_IMPORTS = ("megatron_config", "megatron_core")  # names a module that PEFT would import
@@ -53,6 +54,7 @@ def write(
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise ValueError(f"{architecture} is not a model of transformers. --adapters builds no other.")
     peft = require("peft", requirement="peft>=0.14", extra="hf", feature="export --adapters")
+    weights = full_weights(weights)
     configs = {}
     for name, adapter in adapters.items():
         if adapter.get("peft_type") not in _KINDS:
@@ -153,7 +155,7 @@ def _kept(
     read, model = None, model.unload()
     for adapter in adapters:
         folder = output if adapter == "default" else output / adapter
-        options = {"adapter_name": adapter, "autocast_adapter_dtype": False, "torch_device": "cpu"}
+        options = {"adapter_name": adapter, "torch_device": "cpu"}  # float32 adapters on weights of half precision
         if read is None:
             read = peft.PeftModel.from_pretrained(model, folder, **options)
         else:

@@ -9,12 +9,14 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_ups.models.hf.four_bit import in_four_bits
 from lightning_ups.models.hf.loading import from_config, from_pretrained, with_adapters
 from lightning_ups.models.optimizer import Schedule, ScheduledAdamW
 from lightning_ups.order.arguments import check_choice
 from lightning_ups.state.checkpoint import MODELS, described
 
 IGNORED = -100
+_STARTS = (True, False, "gaussian", "orthogonal")  # of adapters that do not depend on the weights below
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
@@ -30,6 +32,7 @@ class HFModule(ScheduledAdamW):
             ``{"model_type": "llama", "hidden_size": 256}``.
         lora: Train adapters alone, with these arguments of PEFT's ``LoraConfig``, such as ``{"r": 8}``. DoRA is
             ``{"r": 8, "use_dora": True}``.
+        four_bit: Keep the frozen weights of hidden linear layers in 4 bits (QLoRA). Needs ``lora`` and bitsandbytes.
         dtype: Of the weights. ``"auto"``: as in the checkpoint.
         options: Further arguments of ``from_pretrained`` or ``from_config`` of the model's class, such as
             ``{"attn_implementation": "flash_attention_2"}``.
@@ -61,6 +64,7 @@ class HFModule(ScheduledAdamW):
         pretrained: str | None = None,
         config: str | dict[str, Any] | None = None,
         lora: dict[str, Any] | None = None,
+        four_bit: bool = False,
         dtype: Dtype = "float32",
         options: dict[str, Any] | None = None,
         lr: float = 3e-4,
@@ -85,7 +89,12 @@ class HFModule(ScheduledAdamW):
             of=name, lr=lr, betas=betas, weight_decay=weight_decay, schedule=schedule, warmup_steps=warmup_steps,
             final_fraction=final_fraction, decay_fraction=decay_fraction, fused=fused,
         )  # fmt: skip
-        self.pretrained, self.config, self.lora = pretrained, config, lora
+        if four_bit and (lora is None or lora.get("use_dora") or lora.get("init_lora_weights", True) not in _STARTS):
+            raise ValueError(
+                f"{name}(four_bit=True, lora={lora}) needs adapters that do not read the weights below, as frozen ones"
+                " of 4 bits. Use lora={'r': 16, 'target_modules': 'all-linear'}, without use_dora."
+            )
+        self.pretrained, self.config, self.lora, self.four_bit = pretrained, config, lora, four_bit
         self.options = {"dtype": dtype, **(options or {})}
         for stage in ("val", "test"):
             for metric in self.metrics:
@@ -102,19 +111,25 @@ class HFModule(ScheduledAdamW):
     def configure_model(self) -> None:
         if hasattr(self, "model"):  # a second fit continues with the trained weights
             return
-        sharded = getattr(self._trainer and self._trainer.strategy, "shards", False)
+        strategy = self._trainer and self._trainer.strategy
+        sharded = getattr(strategy, "shards", False)
+        if sharded and self.four_bit:
+            raise ValueError(
+                f"{type(self).__name__}(four_bit=True) cannot be sharded: {type(strategy).__name__} casts and gathers"
+                " weights as floating-point numbers. Each GPU needs all 4-bit weights: use strategy='ddp'."
+            )
         with torch.device("meta") if sharded else nullcontext():
-            changed = self.config_options()
-            if self.pretrained is not None:
-                options = self.options | changed
-                model = from_pretrained(self.pretrained, options, auto=self.auto_class, of=type(self).__name__).train()
-            else:
-                assert self.config is not None
-                model = from_config(
-                    self.config, self.options, auto=self.auto_class, changed=changed, of=type(self).__name__
-                )
+            device = getattr(strategy, "root_device", torch.device("cpu"))
+            model = in_four_bits(self._build, device=device) if self.four_bit else self._build()
             self.prepare(model)
             self.model = model if self.lora is None else with_adapters(model, self.lora, task=self.task_type)
+
+    def _build(self) -> Any:
+        changed, which = self.config_options(), {"auto": self.auto_class, "of": type(self).__name__}
+        if self.pretrained is not None:
+            return from_pretrained(self.pretrained, self.options | changed, **which).train()
+        assert self.config is not None
+        return from_config(self.config, self.options, changed=changed, **which)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ import yaml
 from lightning_ups.__main__ import main
 from lightning_ups.commands.starting import recipes
 from lightning_ups.insight.memory.plan import Planner
+from tests.chats import chat_tokenizer
+from tests.hf_models import BERT
 from tests.token_files import random_documents, token_folder
 
 FIRST_STEPS = {
@@ -32,12 +34,26 @@ TINY_QWEN = QWEN | {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64,
 }  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
+SHAPES = {"finetune-8b": QWEN, "lora-8b": QWEN, "qlora-70b": LLAMA, "bert-classification": {"model_type": "bert"}}
 OF_HF = OF_TOKENS | {"--model.pretrained": "null", "--model.config": json.dumps(TINY_QWEN), "--model.sample": "null"}
 SMALL = {
+    "bert-classification": {
+        "--trainer.devices": 1,
+        "--trainer.precision": "32-true",
+        "--model.pretrained": "null",
+        "--model.config": json.dumps(BERT),
+        "--data.tokenizer": "tokenizer",
+        "--data.num_workers": 0,
+    },
     "gpt-150m": OF_GPT | {"--trainer.devices": 1, "--trainer.callbacks.TextSample.prompt": "w1 w2"},
     "gpt-1b": OF_GPT,
     "finetune-8b": OF_HF,
     "lora-8b": OF_HF | {"--trainer.devices": 1},
+    "qlora-70b": OF_HF | {"--model.config": json.dumps(TINY_QWEN | {"hidden_size": 64})},
     "gpt-8b": OF_GPT
     | {"--trainer.strategy.reshard_after_forward": 2, "--trainer.callbacks.Compile.backend": "aot_eager"},
     "gpt-10b-two-24gb": OF_GPT,
@@ -94,6 +110,7 @@ def all_but(*fast):
 
 
 @all_but("gpt-1b")
+@pytest.mark.filterwarnings("ignore")  # of peft
 def test_the_plan_is_as_the_recipe_says_and_fits(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Planner, "variants", lambda self: iter(()))  # these three take minutes
     monkeypatch.setattr(Planner, "largest_batch", lambda self, variant: None)
@@ -102,9 +119,7 @@ def test_the_plan_is_as_the_recipe_says_and_fits(name, tmp_path, monkeypatch, ca
     main(["init", name])
     capsys.readouterr()
     # The name of a model would need the network.
-    shape = (
-        ["--model.pretrained", "null", "--model.config", json.dumps(QWEN)] if SMALL[name].get("--model.config") else []
-    )
+    shape = ["--model.pretrained", "null", "--model.config", json.dumps(SHAPES[name])] if name in SHAPES else []
     assert main([*command_of(name, "plan"), *shape, "--json"]) == 0
     (planned,) = json.loads(capsys.readouterr().out)["settings"]
     assert planned["fits"]
@@ -122,6 +137,12 @@ def test_it_trains_at_a_small_size(name, request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # set by the command line, and put back with this
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if name == "qlora-70b":
+        pytest.importorskip("bitsandbytes")
+    if name == "bert-classification":
+        chat_tokenizer("tokenizer")
+        records = ({"text": f"w{index % 60} w1", "label": index % 2} for index in range(40))
+        (tmp_path / "texts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if "--data.folders" in SMALL[name]:
         token_folder("tokens", random_documents(300))
     main(["init", name])
