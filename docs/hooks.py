@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import reference
 
 ROOT = Path(__file__).parents[1]
+RAW = "benchmarks/results"
 LINK = re.compile(r"(\]\(|^\[[^\]]+\]: )([^)\s#]+)", re.MULTILINE)
 
 
@@ -37,6 +38,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the reference, and as plain text what pages link to outside of ``docs/``, such as raw results."""
     for path, text in reference.pages().items():
         files.append(File.generated(config, path, content=text))
+    index = (ROOT / RAW / "README.md").read_text()
+    files.append(File.generated(config, "results/raw.md", content=index.replace("](", f"](../../{RAW}/")))
     targets = set()
     for page in files.documentation_pages():
         targets |= {outside(page.src_uri, target) for _, target in LINK.findall(page.content_string)}

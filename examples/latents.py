@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 

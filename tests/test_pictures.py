@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "pictures"
 sys.path.insert(0, str(ROOT / "docs"))
-DRAWN = ("order", "rooms", "speedups")
+pictures = import_module("pictures.__main__")
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", [*pictures.DRAWN, *pictures.RECORDED])
 def test_a_picture_is_what_its_script_draws(name):
-    assert (PICTURES / f"{name}.svg").read_text() == import_module(f"pictures.{name}").draw(), (
+    assert (PICTURES / f"{name}.svg").read_text() == pictures.draw(name), (
         f"run `PYTHONPATH=.:docs python -m pictures {name}`"
     )
 

@@ -4,7 +4,18 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-NAMES = ("speedups", "order", "rooms")
+HERE = Path(__file__).parent
+DRAWN = ("memory", "order", "rooms", "speedups")
+RECORDED = sorted(path.stem for path in HERE.glob("raw/*.txt"))
 
-for name in sys.argv[1:] or NAMES:
-    (Path(__file__).parent / f"{name}.svg").write_text(import_module(f"pictures.{name}").draw())
+
+def draw(name: str) -> str:
+    """Return the picture of this name."""
+    if name in RECORDED:
+        return import_module("pictures.terminal").draw(name)
+    return import_module(f"pictures.{name}").draw()
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or (*DRAWN, *RECORDED):
+        (HERE / f"{name}.svg").write_text(draw(name))
