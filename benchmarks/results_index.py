@@ -21,9 +21,15 @@ def index() -> str:
     lines = [HEAD]
     for title, pattern in (("Cited", "20*"), ("Archive", "archive/20*")):
         lines += [f"## {title}\n", "| date | what | hardware | script | headline |", "|---|---|---|---|---|"]
-        lines += [_row(folder) for folder in sorted(RESULTS.glob(pattern), key=lambda f: f.name, reverse=True)]
+        lines += [_row(folder) for folder in folders(pattern)]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def folders(pattern: str) -> list[Path]:
+    """Return the folders of results that are explained, newest first."""
+    found = [path.parent for path in RESULTS.glob(f"{pattern}/README.md")]
+    return sorted(found, key=lambda folder: folder.name, reverse=True)
 
 
 def _row(folder: Path) -> str:
