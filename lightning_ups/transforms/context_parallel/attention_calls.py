@@ -16,14 +16,14 @@ from lightning_ups.transforms.context_parallel.heads import attend_by_heads
 
 @contextmanager
 def replaced(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace ``function`` by ``replacement`` in each module that holds it, except those of this package's kernels.
+    """Replace ``function`` by ``replacement`` in each module that holds it; of this package, in models only.
 
     Compiled code has a guard on the function, so it is recompiled and never stale.
     """
     modules = {id(module): module for module in sys.modules.values() if isinstance(module, ModuleType)}
     with ExitStack() as undo:
         for module in modules.values():
-            if not module.__name__.startswith(("lightning_ups.kernels", "lightning_ups._compat")):
+            if not module.__name__.startswith("lightning_ups.") or module.__name__.startswith("lightning_ups.models."):
                 for name in [name for name, value in list(vars(module).items()) if value is function]:
                     undo.enter_context(patch.object(module, name, replacement))
         yield

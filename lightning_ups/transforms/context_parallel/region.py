@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from lightning_ups.transforms.context_parallel.attention_calls import (
 from lightning_ups.transforms.context_parallel.kinds import find, positions_argument
 from lightning_ups.transforms.context_parallel.loss_calls import loss_by_rows
 from lightning_ups.transforms.context_parallel.parts import average, gather, split
-from lightning_ups.transforms.patching import instead_of
+from lightning_ups.transforms.forward import Forward, replaced_forward
 
 _IGNORED = -100
 _POSITIONS = 4  # of each rank in a trial
@@ -60,16 +61,11 @@ class ContextParallel:
         )
         for each in self._module.modules():
             if "RotaryTable" in (base.__name__ for base in type(each).__mro__):
-                self._undo.enter_context(instead_of(each, "forward", self._rotation(each)))
+                self._undo.enter_context(replaced_forward(each, self._rotation))
         # A transformer of torch computes without gradients in one operator, which is not split.
         self._undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
-        whole = self._module.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._run(whole, args, kwargs)
-
-        self._undo.enter_context(instead_of(self._module, "forward", forward))
+        self._undo.enter_context(replaced_forward(self._module, self._parted))
 
     @contextmanager
     def splitting(self, *, on: bool = True) -> Iterator[None]:
@@ -119,14 +115,20 @@ class ContextParallel:
     def _gathered(self, seq: int) -> bool:
         return not self._is_split and seq == self._length
 
-    def _rotation(self, table: Any) -> Callable[[Tensor], Tensor]:
-        whole, rank = table.forward, self._group.rank()
+    def _rotation(self, whole: Forward) -> Forward:
+        rank = self._group.rank()
 
-        def forward(x: Tensor) -> Tensor:
+        def forward(table: Any, x: Tensor) -> Tensor:
             if not self._is_split:
-                return whole(x)
+                return whole(table, x)
             begin = rank * x.shape[1]
-            return type(table).forward(_Tables(table.cos[begin:], table.sin[begin:]), x)  # type: ignore[arg-type]
+            return whole(_Tables(table.cos[begin:], table.sin[begin:]), x)
+
+        return forward
+
+    def _parted(self, whole: Forward) -> Forward:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._run(partial(whole, module), args, kwargs)
 
         return forward
 
