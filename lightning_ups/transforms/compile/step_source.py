@@ -3,6 +3,7 @@
 import ast
 import builtins
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -277,7 +278,7 @@ _UNFIT_IN_MODULES = {
     "random",
     "autograd",
 }
-_LIGHTNINGS = {"log", "log_dict", "device", "dtype", "hparams", "training", "current_epoch", "parameters"}
+_LIGHTNINGS = {"log", "log_dict", "device", "dtype", "hparams", "training", "parameters"}
 _CONSTANTS = (int, float, str, bool, type(None), tuple, torch.dtype, torch.device, torch.Size)
 _CONTEXTS = {"no_grad", "autocast"}
 _METRICS = "torchmetrics"
@@ -286,11 +287,11 @@ _METRICS = "torchmetrics"
 def unfit_for_compiling(model: nn.Module) -> str | None:
     """Return what stands in the way of compiling the training step of ``model`` as a whole, or None.
 
-    It reads the source of the step, of the methods and functions that it calls by name, and the names in the code of
-    the modules that it uses. What it cannot read stands in the way.
+    It reads the source of the step, of the methods that it calls and of functions of the same package, and the names in
+    the code of other functions and of the modules that it uses. What it cannot read stands in the way.
     """
     step = inspect.getattr_static(type(model), "training_step", None)
-    if not isinstance(step, FunctionType):
+    if not isinstance(step, FunctionType) or not _is_users(step):
         return "training_step is no plain method of its class"
     return next(_Reading(model).unfit(step), None)
 
@@ -337,6 +338,10 @@ class _Reading:
         elif isinstance(node, (ast.AugAssign, ast.Assign, ast.AnnAssign, ast.Delete)):
             targets = [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else node.targets
             yield from self._writes([inner for each in targets for inner in ast.walk(each)], node, names)
+        elif isinstance(node, ast.ImportFrom):
+            home = sys.modules.get(node.module or "")
+            for each in node.names:
+                yield from self._value(each.name, getattr(home, each.name, _MISSING))
         elif isinstance(node, ast.keyword) and node.arg in ("out", "inplace", "generator"):
             yield f"calls something with {node.arg}"
         elif isinstance(node, ast.Attribute):
@@ -416,7 +421,11 @@ class _Reading:
         if name in _UNFIT_WORDS or name.endswith("_"):
             yield f"uses {name}"
         elif isinstance(value, FunctionType) and not is_torchs:
-            yield from self.unfit(value)
+            is_own = str(home).partition(".")[0] == type(self._model).__module__.partition(".")[0]
+            if is_own:
+                yield from self.unfit(value)
+            elif found := _unfit_names([value], depth=_DEPTH):
+                yield f"calls {name}, which uses {min(found)}"
         elif isinstance(value, ModuleType):
             if not is_torchs and home in _UNFIT_MODULES:
                 yield f"uses {name}"
@@ -453,16 +462,22 @@ def _unfit_module(module: nn.Module) -> Iterator[str]:
     classes = {base: None for each in module.modules() for base in type(each).__mro__ if _is_users(base)}
     for base in classes:
         functions = [f for value in vars(base).values() for f in _functions(value) if not f.__name__.startswith("__")]
-        if found := _names_used(functions, depth=_DEPTH) & _UNFIT_IN_MODULES:
+        if found := _unfit_names(functions, depth=_DEPTH):
             yield f"calls a {base.__name__}, which uses {min(found)}"
 
 
-def _names_used(functions: list[FunctionType], *, depth: int) -> set[str]:
+def _unfit_names(functions: list[FunctionType], *, depth: int) -> set[str]:
+    """Return the names that stand in the way in the code of ``functions``, which others than the user have written."""
     found = set[str]()
     for function in functions if depth else ():
         names = [name for code in _codes(function.__code__) for name in code.co_names]
-        found |= {*names, *_names_used([*_called(function, names)], depth=depth - 1)}
+        found |= {name for name in names if name in _UNFIT_IN_MODULES or _is_operator(function.__globals__.get(name))}
+        found |= _unfit_names([*_called(function, names)], depth=depth - 1)
     return found
+
+
+def _is_operator(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
 
 
 def draws(module: nn.Module) -> bool:

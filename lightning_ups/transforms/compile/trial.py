@@ -268,7 +268,7 @@ def _acts_outside(graph: fx.GraphModule) -> str | None:
 
 def drawing(graph: fx.GraphModule) -> str | None:
     """Return the name of an operator in ``graph`` that draws random numbers, or None."""
-    return next((name for name, node in _calls(graph) if _DRAWING.search(name) or _drops(name, node)), None)
+    return next((name for name, node in _calls(graph) if _draws(name, node)), None)
 
 
 def _calls(graph: fx.GraphModule) -> Iterator[tuple[str, fx.Node]]:
@@ -278,16 +278,24 @@ def _calls(graph: fx.GraphModule) -> Iterator[tuple[str, fx.Node]]:
                 yield str(getattr(node.target, "__name__", node.target)), node
 
 
-def _drops(name: str, node: fx.Node) -> bool:
-    place = _RATES.get(name)
-    return place is not None and bool(node.kwargs.get("dropout_p", (*node.args, *[0.0] * (place + 1))[place]))
+def _draws(name: str, node: fx.Node) -> bool:
+    if name not in _RATES:
+        return _DRAWING.search(name) is not None
+    place, word, default = _RATES[name]
+    given = dict(enumerate(node.args))
+    in_training = node.kwargs.get("training", given.get(2, True) if name == "dropout" else True)
+    return bool(in_training and node.kwargs.get(word, given.get(place, default)))
 
 
 _DRAWING = re.compile(
     r"rand|dropout|binomial|bernoulli|multinomial|^normal|log_normal|uniform|exponential|geometric|cauchy|gumbel"
     r"|standard_gamma|dirichlet|poisson$"
 )
-_RATES = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}  # where the rate of dropout is
+_RATES = {  # the place of the rate of dropout, its name, and what it is if it is not given
+    "dropout": (1, "p", 0.5),
+    "scaled_dot_product_attention": (4, "dropout_p", 0.0),
+    "multi_head_attention_forward": (10, "dropout_p", 0.0),
+}
 
 
 def writing_past_autograd(graph: fx.GraphModule) -> str | None:

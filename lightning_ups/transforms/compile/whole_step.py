@@ -25,7 +25,7 @@ from lightning_ups.transforms.compile.trial import GraphError, Rehearsal, drawin
 from lightning_ups.transforms.quoted import first_line
 from lightning_ups.transforms.recompute import is_recomputed
 
-LEAST_OPERATORS = 12  # outside of what is compiled, so that compiling them may be worth its seconds
+LEAST_OPERATORS, LEAST_SHARE = 8, 0.1  # outside of what is compiled, so that compiling all may be worth its seconds
 MOST_BREAKS, MOST_COMPILATIONS = 16, 8  # of graphs; calls that compile
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LOGS = ("log", "log_dict")
@@ -74,14 +74,15 @@ class Step:
         self._outside = _operators(loss)
 
     def is_worth(self) -> bool:
-        """Return whether most operators of the step are outside of compiled code, and nothing speaks against it."""
-        if self._outside is None or self._outside < max(LEAST_OPERATORS, self._blocks.operators + 1):
+        """Return whether enough operators of the step are outside of compiled code, and nothing speaks against it."""
+        least = max(LEAST_OPERATORS, LEAST_SHARE * self._blocks.operators)
+        if self._outside is None or self._outside < least:
             return False
         self._hooks = [*_hooks(self._module)]
         if any(self._hooks) or any(parameter._backward_hooks for parameter in self._module.parameters()):
             self.leave("hooks are registered")
-        elif any(map(is_recomputed, self._module.modules())):
-            self.leave("a part of the model is recomputed")
+        elif any(is_recomputed(each) or dynamo.compiled_by_itself(each) for each in self._module.modules()):
+            self.leave("a part of the model is recomputed, or compiled by the model itself")
         elif (why := unfit_for_compiling(self._module)) is not None:
             self.leave(why)
         return self.left is None

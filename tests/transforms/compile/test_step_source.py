@@ -448,6 +448,34 @@ class Made(Step):
     training_step = functools.partialmethod(Step.loss)
 
 
+class Imports(Step):
+    def training_step(self, batch, index):
+        from collections import OrderedDict
+
+        return OrderedDict(loss=self.loss(batch))
+
+
+def odeint(x):
+    return torch.autograd.grad(x.sum(), x)[0]
+
+
+odeint.__module__ = "solvers"
+
+
+class OfAnotherPackage(Step):
+    def training_step(self, batch, index):
+        return odeint(self.loss(batch))
+
+
+class Twice(torch.autograd.Function):
+    pass
+
+
+class OfOperator(Step):
+    def training_step(self, batch, index):
+        return Twice.apply(self.loss(batch))
+
+
 REASONS = {
     Fetching: "times_item uses item",
     Writing: "writes to self.net.weight[0]",
@@ -464,7 +492,10 @@ REASONS = {
     OfTrainer: "uses trainer",
     Unreadable: "cannot be read",
     Made: "no plain method",
-    NoStep: "cannot be read",
+    NoStep: "no plain method",
+    Imports: "uses OrderedDict",
+    OfAnotherPackage: "calls odeint, which uses autograd",
+    OfOperator: "uses apply",
 }
 
 
