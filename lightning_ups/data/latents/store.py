@@ -88,15 +88,22 @@ class Latents:
         layout = self.layout
         assert layout is not None
         found = asked[there]
+        parts, rows = self._part[found], self._row[found]
         tensors = [np.empty((len(found), _num_bytes(leaf)), np.uint8) for leaf in layout["tensors"]]
-        for part in np.unique(self._part[found]):
-            here = np.flatnonzero(self._part[found] == part)
+        for part in np.unique(parts):
+            here = np.flatnonzero(parts == part)
             for number, into in enumerate(tensors):
-                into[here] = self._mapped(int(part), number, into.shape[1])[self._row[found[here]]]
+                mapped = self._mapped(int(part), number, into.shape[1])
+                if len(here) == len(found):
+                    np.take(mapped, rows, axis=0, out=into, mode="clip")  # it copies once
+                else:
+                    into[here] = mapped[rows[here]]
         good = _sums(tensors) == self._sums[found]
-        self._part[found[~good]] = -1
-        there[there] = good
-        return there, tuple(_as_tensor(rows[good], leaf) for rows, leaf in zip(tensors, layout["tensors"], strict=True))
+        if not good.all():
+            self._part[found[~good]] = -1
+            there[there] = good
+            tensors = [each[good] for each in tensors]
+        return there, tuple(_as_tensor(each, leaf) for each, leaf in zip(tensors, layout["tensors"], strict=True))
 
     def _mapped(self, part: int, number: int, width: int) -> np.ndarray[Any, Any]:
         if (part, number) not in self._maps:
