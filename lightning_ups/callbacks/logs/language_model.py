@@ -62,7 +62,7 @@ class TextSample(Callback, TrainerOnly):
         prompt = _encoded(self.prompt, data).to(pl_module.device)[None]
         # Every rank takes part: none can run a sharded model alone.
         with (
-            _evaluating(pl_module),
+            evaluating(pl_module),
             precision.forward_context(),
             torch.compiler.set_stance("force_eager"),
         ):
@@ -113,7 +113,8 @@ def _printable(text: str) -> str:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put ``module`` into evaluation mode, and each of its parts back into its own mode afterwards."""
     modes = {part: part.training for part in module.modules()}  # a frozen part may be in another mode than the rest
     module.eval()
     try:

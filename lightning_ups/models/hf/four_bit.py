@@ -153,4 +153,4 @@ def _hidden_layers(model: Any) -> dict[str, nn.Linear]:
 
 
 def _library() -> Any:
-    return require("bitsandbytes", requirement="bitsandbytes>=0.46", extra="hf", feature="four_bit=True")
+    return require("bitsandbytes", requirement="bitsandbytes>=0.46", extra="four_bit", feature="four_bit=True")
