@@ -38,8 +38,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the reference, and as plain text what pages link to outside of ``docs/``, such as raw results."""
     for path, text in reference.pages().items():
         files.append(File.generated(config, path, content=text))
-    index = (ROOT / RAW / "README.md").read_text()
-    files.append(File.generated(config, "results/raw.md", content=index.replace("](", f"](../../{RAW}/")))
+    index = (ROOT / RAW / "README.md").read_text().replace("](", f"](../../{RAW}/")
+    files.append(File.generated(config, "results/raw.md", content="---\nhide: [toc]\n---\n" + index))
     targets = set()
     for page in files.documentation_pages():
         targets |= {outside(page.src_uri, target) for _, target in LINK.findall(page.content_string)}
