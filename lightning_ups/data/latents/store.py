@@ -13,6 +13,7 @@ from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -123,7 +124,7 @@ class LatentsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._name = path / f"{time.time_ns():016x}-{os.uname().nodename}-{os.getpid()}"
+        self._name = path / f"{time.time_ns():016x}-{uuid4().hex[:8]}"
         self._files: list[int] = []
         self._rows = 0
         self._synced = time.monotonic()
@@ -147,7 +148,8 @@ class LatentsWriter:
         records["sample"], records["sum"] = [*samples], _sums(rows)
         if not self._files:
             names = [*(_file(self._name, number) for number in range(len(rows))), self._name.with_suffix(".index")]
-            self._files = [os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644) for name in names]
+            how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+            self._files = [os.open(name, how, 0o644) for name in names]
         try:
             for file, content in zip(self._files, (*rows, records), strict=True):
                 _write(file, content)
@@ -185,7 +187,7 @@ class LatentsWriter:
 
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` so that a reader sees all of it or nothing."""
-    part = path.with_suffix(f".{os.getpid()}.part")
+    part = path.with_suffix(f".{uuid4().hex[:8]}.part")
     part.write_text(json.dumps(content, indent=1))
     part.replace(path)
 
