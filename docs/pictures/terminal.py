@@ -10,7 +10,7 @@ from rich.text import Text
 COLUMNS = 124
 STYLES = (  # as the commands print them, for which a file has no colors
     (r"^\$ .*", "bold green"),
-    (r"^[a-z][a-z ]+$|^[a-z]+(?=    )", "bold"),
+    (r"^[a-z][a-z ]+$|^[a-z]+(?: next)?(?=  )", "bold"),
     (r"(?<=  )yes(?=  )|(?<=  )nothing$", "green"),
     (r"(?<=  )no(?=  )|\bnot installed\b", "yellow"),
     (r"\blimited\b", "cyan"),
