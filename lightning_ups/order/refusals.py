@@ -106,12 +106,12 @@ REFUSALS = (
     _BF16_TRUE,
     Refusal(
         what=lambda run: (
-            f"{run.strategy.name}(tensor_parallel_size={_split(run)}, replicate_size={_copies(run)}) is given"
+            f"{run.strategy.name}({_name_of_size(run)}={_group(run)}, replicate_size={_copies(run)}) is given"
             f" for a run on {_devices(run)} {'device' if _devices(run) == 1 else 'devices'}."
         ),
         why="Every device has exactly one place in the mesh.",
         cure="Choose sizes whose product divides the number of devices.",
-        holds=lambda run: _devices(run) % (_split(run) * _copies(run)) != 0,
+        holds=lambda run: _devices(run) % (_group(run) * _copies(run)) != 0,
     ),
     Refusal(
         what=lambda run: (
@@ -350,6 +350,15 @@ def _devices(run: Run) -> int:
 
 def _split(run: Run) -> int:
     return run.strategy.settings.get("tensor_parallel_size", 1)
+
+
+def _name_of_size(run: Run) -> str:
+    context = run.strategy.settings.get("context_parallel_size", 1) > 1  # the two exclude each other
+    return "context_parallel_size" if context else "tensor_parallel_size"
+
+
+def _group(run: Run) -> int:
+    return run.strategy.settings.get(_name_of_size(run), 1)
 
 
 def _copies(run: Run) -> int:

@@ -153,6 +153,10 @@ REFUSED = {
         ),
         r"FSDP2Strategy\(tensor_parallel_size=3, replicate_size=1\) is given for a run on 8 devices.*product divides",
     ),
+    "devices that do not divide for sequences": (
+        run(strategy=dataclasses.replace(FSDP2, settings={"context_parallel_size": 3, "replicate_size": 1})),
+        r"FSDP2Strategy\(context_parallel_size=3, replicate_size=1\) is given for a run on 2 devices.*product divides",
+    ),
     "groups that are not of one size": (
         run(
             strategy=dataclasses.replace(FSDP2, settings={"reshard_after_forward": 4, "replicate_size": 2}),

@@ -625,6 +625,7 @@ def train_gpt(path, folder, options, batch_size, ckpt_path):
 
 LAYOUTS = {
     "tensor parallel": ({"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt"}, 2),
+    "context parallel": ({"context_parallel_size": 2}, 2),
     "replicated and sharded": ({"replicate_size": 2, "async_save": True}, 1),
 }
 

@@ -15,6 +15,7 @@ from lightning_ups.callbacks import ActivationCheckpoint, Compile, TokenThroughp
 from lightning_ups.kernels import attention
 from lightning_ups.models import HFCausalLM
 from lightning_ups.models.gpt import GPT, GPTConfig
+from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.context_parallel import parts, region
 from tests.strategies.cases import CASES, WIDTH, Case, data, on_ranks, train
@@ -162,11 +163,41 @@ class Own(SplitGpt):
         return F.cross_entropy(logits.flatten(0, 1), self.targets(tokens).flatten())
 
 
+class Steps(Own):
+    """Its step calls backward and steps the optimizer itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, _):
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.losses.append(loss.detach())
+
+
 class Counting(Own):
     given = False
 
 
-for case in (SplitGpt, OneKvHead, Logits, All, Documents, Decoder, Packed, Chunked, Own, Counting):
+class CountingSteps(Steps):
+    given = False
+
+
+for case in (
+    SplitGpt,
+    OneKvHead,
+    Logits,
+    All,
+    Documents,
+    Decoder,
+    Packed,
+    Chunked,
+    Own,
+    Steps,
+    Counting,
+    CountingSteps,
+):
     CASES[case.__name__] = case
 
 
@@ -182,10 +213,11 @@ def split(name, folder, strategy, ranks, size=2, options=None):
     return on_ranks(name, folder, strategy, ranks, {"data_ranks": ranks // size, **(options or {})})
 
 
-STRATEGIES = {"Own": {"context_parallel_module": "trunk"}}
+TRUNK = {"context_parallel_module": "trunk"}
+STRATEGIES = {"Own": TRUNK, "Steps": TRUNK}
 
 
-@pytest.mark.parametrize("name", ["SplitGpt", "OneKvHead", "Logits", "Documents", "Decoder", "Own"])
+@pytest.mark.parametrize("name", ["SplitGpt", "OneKvHead", "Logits", "Documents", "Decoder", "Own", "Steps"])
 def test_two_ranks_are_one_device(ranks, tmp_path, name):
     check(ranks(split, name, tmp_path, STRATEGIES.get(name, {}), 2), train(name, tmp_path / "one")[2])
 
@@ -212,6 +244,30 @@ def test_in_bfloat16_two_ranks_are_one_device(ranks, tmp_path, name):
     options = {"precision": "bf16-mixed"}
     result = ranks(split, name, tmp_path, STRATEGIES.get(name, {}), 2, 2, options)
     check(result, train(name, tmp_path / "one", **options)[2], rel=1e-2, atol=5e-3)
+
+
+class Single(SplitGpt):
+    """In float32, as precisions expect."""
+
+    def build(self):
+        super().build()
+        self.float()
+
+
+CASES["Single"] = Single
+PRECISIONS = {"masters": lambda: BF16Precision(weights="masters"), "float8": lambda: Float8Precision(emulate=True)}
+
+
+def split_in(precision, folder, size):
+    strategy = FSDP2Strategy(context_parallel_size=2) if size == 2 else "auto"
+    options = {"plugins": [PRECISIONS[precision]()], "data_ranks": 1}
+    return train("Single", folder, strategy=strategy, ranks=size, **options)[2]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_in_a_precision_of_this_package_two_ranks_are_one_device(ranks, tmp_path, precision):
+    right = split_in(precision, tmp_path / "one", 1)
+    check(ranks(split_in, precision, tmp_path, 2), right, rel=5e-2, atol=0.1)  # float8 rounds as much without
 
 
 def evaluations(folder, name, strategy, devices):
@@ -325,8 +381,9 @@ def refused(ranks, function, *arguments):
     return str(error.value)
 
 
-def test_a_module_that_counts_positions_is_refused(ranks, tmp_path):
-    text = refused(ranks, split, "Counting", tmp_path, {"context_parallel_module": "trunk"}, 2)
+@pytest.mark.parametrize("name", ["Counting", "CountingSteps"])
+def test_a_module_that_counts_positions_is_refused(ranks, tmp_path, name):
+    text = refused(ranks, split, name, tmp_path, TRUNK, 2)
     assert "context_parallel_module='trunk'" in text
     assert "positions" in text
 

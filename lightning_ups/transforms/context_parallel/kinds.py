@@ -79,7 +79,8 @@ class Transformers(Kind):
             if given.get("position_ids") is not None:
                 raise ValueError(
                     f"{name} is given position_ids under context parallelism. Transformers finds documents in them,"
-                    " which it could not in a part of a row. Leave them out, or use HFCausalLM with packed batches."
+                    " which it could not in a part of a row. Leave them out, or use HFCausalLM with packed batches and"
+                    " without options={'attn_implementation': ...}."
                 )
             limits = [limit for each in _LIMITS if isinstance(limit := getattr(config, each, None), int)]
             if limits and length > min(limits):
