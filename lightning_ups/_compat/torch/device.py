@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,12 @@ def write_snapshot(path: Path, device: torch.device) -> bool:
         return False
     torch.cuda.memory._dump_snapshot(str(path))
     return True
+
+
+def end_allocations(device: torch.device, pool: Any) -> None:
+    """Let ``device`` allocate nothing more from the memory ``pool`` of a capture that failed, if it still does."""
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _CALIBRATION = 2_000_000  # clock cycles: about a millisecond

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_ups._compat.torch.device import end_allocations
+
 
 class Graph(Protocol):
     """A step that is captured once, and then replayed on the same memory."""
@@ -50,24 +52,29 @@ class CudaGraph:
         failure: list[Exception] = []
         current = torch.cuda.current_stream(self._stream.device)
         try:
-            with self._recording(self._graph):
+            with self._recording(self._graph, pool=self._pool):
                 try:
                     outputs = step()
                 except Exception as error:
                     failure.append(error)
                     raise
         except Exception as error:  # noqa: BLE001  (raised again)
-            # Torch leaves the stream and the random numbers in capture if its end raises, which the next one mends.
-            torch.cuda.set_stream(current)
-            with suppress(RuntimeError), self._recording(torch.cuda.CUDAGraph()):
-                torch.zeros((), device=self._stream.device)
+            self._leave(current)
             raise failure[0] if failure else error from None
         self.replay()
         return outputs
 
-    def _recording(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+    def _leave(self, current: torch.cuda.Stream) -> None:
+        """Leave capture mode: if its end raises, torch leaves the stream, the pool and random numbers in it."""
+        torch.cuda.set_stream(current)
+        end_allocations(self._stream.device, self._pool)
+        with suppress(RuntimeError), self._recording(torch.cuda.CUDAGraph(), pool=None):
+            torch.zeros((), device=self._stream.device)  # a capture that ends well resets the random numbers
+        torch.cuda.set_stream(current)
+
+    def _recording(self, graph: torch.cuda.CUDAGraph, *, pool: Any) -> torch.cuda.graph:
         # Other threads, such as one that pins memory, may call CUDA meanwhile.
-        return torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        return torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
 
     def replay(self) -> None:
         """Run the step on what its inputs now contain."""
