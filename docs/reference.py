@@ -110,6 +110,16 @@ def _page_of_command(name: str, description: str, texts: dict[str, str]) -> str:
 def _index(found: dict[str, str]) -> str:
     lines = ["# Reference", ""]
     for room in (*ROOMS, "commands"):
-        own = [Path(path).stem for path in found if path.startswith(f"reference/{room}/")]
-        lines += [f"## {room.capitalize()}", *(f"- [`{name}`]({room}/{name}.md)" for name in own), ""]
+        lines += [f"## {room.capitalize()}"]
+        for name in [Path(path).stem for path in found if path.startswith(f"reference/{room}/")]:
+            lines += [f"- [`{name}`]({room}/{name}.md): {_first_line(room, name)}"]
+        lines += [""]
     return "\n".join(lines)
+
+
+def _first_line(room: str, name: str) -> str:
+    if room == "commands":
+        return TOOLS[name].description
+    return (
+        (getattr(importlib.import_module(f"lightning_ups.{room}"), name).__doc__ or "").partition("\n\n")[0].rstrip(".")
+    )
