@@ -20,6 +20,7 @@ DOCS = Path(__file__).parent
 QUICKSTART, COMMAND_LINE = "start/quickstart", "start/cli"
 GUIDES = {  # where the guide is not the page that names a part most often
     "ExactResume": "guides/exact_resume",
+    **dict.fromkeys(("HFCausalLM", "HFModule"), "guides/language_models"),
     "FSDP2Strategy": "guides/fsdp2",
     "Float8Precision": "guides/precision",
     "PDETransformer": "guides/pde",
@@ -29,9 +30,11 @@ GUIDES = {  # where the guide is not the page that names a part most often
 }
 REQUIRED = {  # examples of arguments without a default
     "batch_size": 8,
+    "files": "texts.jsonl",
     "folders": "tokens/train",
     "seq_len": 2048,
     "sources": "documents/*.jsonl",
+    "tasks": ["hellaswag"],
     "tokenizer": "tokenizer.json",
     "vocab_size": 32000,
 }
@@ -66,7 +69,12 @@ def navigation(paths: list[str]) -> list:
 def yaml_of(part: type) -> str | None:
     """Return a configuration that writes out all defaults of a class, or None if YAML cannot name it."""
     arguments = {}
-    for name, argument in inspect.signature(part).parameters.items():
+    taken = {}
+    for kind in part.__mro__:  # of a base, if the class passes on what it does not take itself
+        taken = dict(inspect.signature(kind).parameters) | taken
+        if not any(argument.kind is argument.VAR_KEYWORD for argument in inspect.signature(kind).parameters.values()):
+            break
+    for name, argument in taken.items():
         if argument.kind in (argument.VAR_KEYWORD, argument.VAR_POSITIONAL):
             continue
         value = REQUIRED.get(name) if argument.default is argument.empty else argument.default

@@ -28,7 +28,7 @@ class HFCausalLM(HFModule):
 
     Args:
         sample: Log a continuation of ``sample["prompt"]`` at each validation; the rest are arguments of ``generate``.
-        **options: Those of `HFModule`.
+        **more: Those of `HFModule`.
 
     Raises:
         ValueError: If a choice is unknown, or not exactly one of ``pretrained`` and ``config`` is given.
@@ -44,8 +44,8 @@ class HFCausalLM(HFModule):
     task_type = "CAUSAL_LM"
     logs_perplexity = True
 
-    def __init__(self, *, sample: dict[str, Any] | None = None, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, sample: dict[str, Any] | None = None, **more: Any) -> None:
+        super().__init__(**more)
         self.sample = sample
 
     @override

@@ -12,8 +12,8 @@ from lightning_ups.models.hf.module import HFModule
 class _Classifier(HFModule):
     metrics = ("loss", "accuracy")
 
-    def __init__(self, *, num_labels: int = 2, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, num_labels: int = 2, **more: Any) -> None:
+        super().__init__(**more)
         self.num_labels = num_labels
 
     @override
@@ -47,7 +47,7 @@ class HFSequenceClassifier(_Classifier):
 
     Args:
         num_labels: The number of classes.
-        **options: Those of `HFModule`.
+        **more: Those of `HFModule`.
 
     Example::
 
@@ -67,7 +67,7 @@ class HFImageClassifier(_Classifier):
 
     Args:
         num_labels: The number of classes.
-        **options: Those of `HFModule`. ``lora`` needs ``target_modules``, and ``modules_to_save: [classifier]`` to
+        **more: Those of `HFModule`. ``lora`` needs ``target_modules``, and ``modules_to_save: [classifier]`` to
             train the head.
     """
 

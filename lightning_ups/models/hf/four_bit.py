@@ -1,5 +1,6 @@
 """Frozen linear layers of 4 bits, for adapters on large models (QLoRA)."""
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -118,13 +119,11 @@ def full_weights(weights: Mapping[str, Tensor], *, dtype: torch.dtype = torch.bf
 
 
 def _dequantize(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    library = _library().functional
-    shape = torch.Size((weight.shape[0], weight.shape[1] * 2))
-    state = library.QuantState(
-        scales.view(torch.float32), shape=shape, dtype=dtype, blocksize=_BLOCK, quant_type="nf4",
-        code=library.get_4bit_type("nf4", device=weight.device),
-    )  # fmt: skip
-    return library.dequantize_4bit(weight.view(-1, 1), state)
+    if "bitsandbytes" not in sys.modules:  # of a loaded checkpoint; `require` takes long
+        _library()
+    shape = weight.shape[0], weight.shape[1] * 2
+    packed = weight.view(-1, 1)
+    return torch.ops.bitsandbytes.dequantize_4bit(packed, scales.view(torch.float32), _BLOCK, "nf4", shape, dtype)
 
 
 def _dequantized_shape(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG001

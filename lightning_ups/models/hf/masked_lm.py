@@ -24,15 +24,15 @@ class HFMaskedLM(HFModule):
     Args:
         mask_fraction: The share of tokens that are chosen.
         mask_token: The number of the mask token. None: that of the tokenizer of ``pretrained``.
-        **options: Those of `HFModule`.
+        **more: Those of `HFModule`.
     """
 
     auto_class = "AutoModelForMaskedLM"
     task_type = None
     logs_perplexity = True
 
-    def __init__(self, *, mask_fraction: float = 0.15, mask_token: int | None = None, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, mask_fraction: float = 0.15, mask_token: int | None = None, **more: Any) -> None:
+        super().__init__(**more)
         if not 0 < mask_fraction <= 1 or (mask_token is None and self.pretrained is None):
             raise ValueError(
                 f"HFMaskedLM(mask_fraction={mask_fraction}, mask_token={mask_token}) needs a fraction above 0 and at"

@@ -16,15 +16,15 @@ class HFSeq2Seq(HFModule):
     ``labels``, with -100 for padding. Validation logs ``val_loss``, the mean over tokens, and ``val_perplexity``.
 
     Args:
-        **options: Those of `HFModule`.
+        **more: Those of `HFModule`.
     """
 
     auto_class = "AutoModelForSeq2SeqLM"
     task_type = "SEQ_2_SEQ_LM"
     logs_perplexity = True
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
 
     @override
     def measure(self, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, Any]]:
