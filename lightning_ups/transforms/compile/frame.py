@@ -104,7 +104,7 @@ class Frame:
         self.graphs = 0
         self.small_graphs = 0  # of these, those that run as they were captured, too small to gain
         self.cache_hits = 0
-        self.operators = 0  # in all graphs
+        self._operators: dict[str, int] = {}  # in the newest graph of each code object
         self.seconds = 0.0
         self.breaks: list[str] = []
         self.recompiles: list[str] = []  # the guard that failed, once for each call that compiled again
@@ -127,6 +127,11 @@ class Frame:
         return self.graphs > 0 and self.num_compiled > 0
 
     @property
+    def operators(self) -> int:
+        """The number of operators in its graphs, each counted once however often it was compiled."""
+        return sum(self._operators.values())
+
+    @property
     def differ(self) -> bool:
         """Whether each new graph was for another block: they only look equal."""
         return len(self.askers) > 1 and len(set(self.askers)) > len(self.askers) // 2
@@ -143,7 +148,7 @@ class Frame:
         self.breaks += breaks
         for compilation in compilations:
             self.seconds += compilation.seconds
-            self.operators += compilation.operators
+            self._operators[compilation.frame] = compilation.operators
             if compilation.code == self.name:
                 self._number = compilation.frame
                 self.askers.append(asker)

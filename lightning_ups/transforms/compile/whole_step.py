@@ -5,7 +5,6 @@ of blocks, and one that fails, or that draws random numbers, runs as it was capt
 """
 
 import copy
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_ups._compat.contexts import only_from
+from lightning_ups._compat.contexts import without
 from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.compile.cudagraph_trees import Demand
 from lightning_ups.transforms.compile.compiler import Compiled
@@ -25,7 +24,7 @@ from lightning_ups.transforms.compile.trial import GraphError, Rehearsal, drawin
 from lightning_ups.transforms.quoted import first_line
 from lightning_ups.transforms.recompute import is_recomputed
 
-LEAST_OPERATORS, LEAST_SHARE = 8, 0.1  # outside of what is compiled, so that compiling all may be worth its seconds
+LEAST_OPERATORS, LEAST_SHARE = 6, 0.05  # outside of what is compiled, so that compiling all may be worth its seconds
 MOST_BREAKS, MOST_COMPILATIONS = 16, 8  # of graphs; calls that compile
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LOGS = ("log", "log_dict")
@@ -59,7 +58,8 @@ class Step:
         """Replace the training step of the module while the context is open."""
         vars(self._module)["training_step"] = self
         try:
-            yield
+            with without("WON'T CONVERT", "torch._dynamo.convert_frame"):  # of errors that do no harm here
+                yield
         finally:
             self.restore()
 
@@ -126,13 +126,7 @@ class Step:
         # What Lightning does with a value that is logged is no part of a graph.
         self._logs = {name: torch.compiler.disable(getattr(self._module, name)) for name in _LOGS}
         name = own_name(f"{type(self._module).__name__}_training_step")
-        run = torch.compile(own_code(self._inner, name), backend=_Backend(self), dynamic=self.compiler.dynamic)
-
-        def quiet(*args: Any, **kwargs: Any) -> Any:
-            with only_from(logging.CRITICAL, "torch._dynamo"):  # which tells of errors that do no harm here
-                return run(*args, **kwargs)
-
-        return quiet
+        return torch.compile(own_code(self._inner, name), backend=_Backend(self), dynamic=self.compiler.dynamic)
 
     def _learn(self, start: dynamo.Mark) -> None:
         compilations, breaks = dynamo.compilations_since(start)
