@@ -529,6 +529,23 @@ def test_a_run_of_so_many_steps_is_resumed_at_the_end_of_an_epoch(tmp_path, load
     assert (resumed, third) == (whole[6:], whole[12:])
 
 
+@pytest.mark.parametrize("loader", [stock(), stock(num_workers=2, persistent_workers=True)])
+@pytest.mark.parametrize("stop", [2, 9])  # in the first and in the second epoch
+def test_a_run_that_max_steps_stopped_within_an_epoch_goes_on_in_that_epoch(tmp_path, loader, stop):
+    def fit(folder, steps, ckpt_path=None, seed=7):
+        callbacks = [ExactResume(), AtEnd(tmp_path / folder)]
+        return run(
+            tmp_path, loader, max_epochs=-1, max_steps=steps, callbacks=callbacks, folder=folder, ckpt_path=ckpt_path,
+            seed=seed,
+        )  # fmt: skip
+
+    whole = fit("whole", 16)
+    first = fit("c", stop)
+    resumed = fit("again", stop + 2, tmp_path / "c" / f"end-step={stop}.ckpt", seed=99)
+    third = fit("third", 16, tmp_path / "again" / f"end-step={stop + 2}.ckpt", seed=98)
+    assert [*first, *resumed, *third] == whole
+
+
 class AmidAStep(Callback):
     """Saves in a hook that comes before the step of a batch, or within it."""
 

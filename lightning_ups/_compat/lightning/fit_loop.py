@@ -112,11 +112,19 @@ def begin_epoch_anew(trainer: Any) -> None:
 def end_restart_after_epoch(trainer: Any) -> None:
     """Let a loop that was saved at the end of an epoch begin the next one; call before the loop is reset.
 
-    Lightning does so unless ``max_steps`` is given; then it trains one more batch of the epoch that has ended.
+    Lightning does so unless ``max_steps`` is given; then it trains one more batch of the epoch that has ended. If
+    ``max_steps`` or ``should_stop`` ended the epoch early, Lightning has counted it, and it goes on here as one that
+    was not.
     """
-    current = trainer.fit_loop.epoch_progress.current
-    if current.processed and current.ready == current.started == current.processed:
+    epochs = trainer.fit_loop.epoch_progress
+    if not epochs.current.processed or not epochs.current.ready == epochs.current.started == epochs.current.processed:
+        return
+    if is_epoch_over(trainer):
         _end_restart(trainer.fit_loop)
+        return
+    for progress in (epochs.current, epochs.total):
+        progress.processed -= 1
+        progress.completed = min(progress.completed, progress.processed)
 
 
 def _end_restart(loop: Any) -> None:
