@@ -114,6 +114,10 @@ class Planner:
         return self.run.strategy.settings.get("tensor_parallel_size") or 1
 
     @property
+    def _splits_sequences(self) -> bool:
+        return (self.run.strategy.settings.get("context_parallel_size") or 1) > 1
+
+    @property
     def usable(self) -> int | None:
         """The size that torch's pool may reach, if the device is known."""
         return None if self.device is None else self.device.usable(devices=self.devices)
@@ -250,7 +254,7 @@ class Planner:
                 else "slower if copies to the host take longer than the compute of a block",
                 rank=4 if recomputed == "nothing" else 7,
             )
-        if self.devices > 1 and self._tensor_size == 1:
+        if self.devices > 1 and self._tensor_size == 1 and not self._splits_sequences:
             yield from self._shardings()
         if "OptimizerOffload" not in names:
             yield Variant(

@@ -362,6 +362,7 @@ def test_context_parallelism_splits_sequences():
     before, after = (each._step(each.declared).saved.by_owner("activations") for each in (sharded, split))
     block = next(name for name in before if name)
     assert after[block] == pytest.approx(before[block] / 2, rel=0.05)
+    assert "DDP: no sharding" not in {variant.name for variant in split.variants()}
     named = planner(strategy=FSDP2Strategy(context_parallel_size=2, context_parallel_module="model"), devices=2)
     with pytest.raises(Uncountable, match="context_parallel_module='model'"):
         named.moment(named.declared)
