@@ -385,11 +385,12 @@ def _result(found: Outcome, best: Row, space: Space, objective: Objective) -> st
         if objective == "memory" and best.result is not None and stock.result is not None:
             text = f"{gib(best.result.peak_bytes)} of memory instead of {gib(stock.result.peak_bytes)}, speed {text}"
         return text
-    others = [row for row in found.rows if row is not best]
+    others = [row for row in found.rows if row is not best and (row.result is not None or row.why)]
     if not others:
-        return "nothing was tried: " + ("the time was over" if space.settings else "no setting applies to this run")
+        has_more = space.settings or len(found.rows) > 1
+        return "nothing else was tried: " + ("the time was over" if has_more else "no setting applies to this run")
     if not any(row.has_worked for row in others):
-        return f"nothing faster was found: none of {len(others)} others worked"
+        return f"nothing faster was found: {len(others)} tried, none worked"
     if max(len(row.finals) for row in found.rows) == 1:
         return "nothing faster was found beyond doubt: there was time for one round only, so give more --minutes"
     return "nothing faster was found beyond doubt"

@@ -167,7 +167,7 @@ def test_a_search_that_tried_nothing_says_so_and_its_file_is_valid(tmp_path, mon
     given = {} if preset is None else {"preset": preset}
     facts, overlay = run(tmp_path, monkeypatch, settings={**BASE, **given})
     assert (facts["best"], facts["gain_over_stock"]) == ("stock Lightning", None)
-    said = "nothing was tried" if preset is None else "nothing faster was found beyond doubt"
+    said = "nothing else was tried" if preset is None else "nothing faster was found beyond doubt"
     assert said in capsys.readouterr().out
     text = overlay.read_text()
     assert said in text.lower()
@@ -212,6 +212,18 @@ def test_axes_that_the_file_fixes_are_named(tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert "tune: no axis to search on this device\n" in error
     assert "tune: fixed by your settings: precision, microbatch, loader workers\n" in error
+
+
+@pytest.mark.usefixtures("table")
+def test_a_preset_for_which_there_was_no_time_is_not_said_to_have_failed(tmp_path, monkeypatch, capsys):
+    class Slow(Table):
+        def _run(self, words, effort, slot):
+            time.sleep(0.5)
+            return super()._run(words, effort, slot)
+
+    monkeypatch.setattr(tune, "Engine", Slow)
+    run(tmp_path, monkeypatch, "--minutes", "0.005", settings={**BASE, "preset": "cpu"})
+    assert "nothing else was tried: the time was over" in capsys.readouterr().out
 
 
 class Noisy(Table):

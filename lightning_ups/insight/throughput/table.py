@@ -47,7 +47,8 @@ def _lines(summary: Summary) -> Iterator[str]:
     else:
         yield f"  Change first: {change.name}: {change.what}."
         yield f"  {change.change[0].upper()}{change.change[1:]}."
-    yield "  To look closer: python -m lightning_ups diagnose --config RUN.yaml, or --model FILE.CLASS --data FILE.CLASS"
+    options = "--config RUN.yaml, or --model FILE.CLASS --data FILE.CLASS"
+    yield f"  To look closer: python -m lightning_ups diagnose {options}"
 
 
 def rows(summary: Summary) -> list[Row]:
