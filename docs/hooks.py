@@ -13,7 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import reference
 
 ROOT = Path(__file__).parents[1]
-RAW = "benchmarks/results"
+ELSEWHERE = {  # pages that are written outside of docs/
+    "results/raw.md": "benchmarks/results/README.md",
+    "development/contributing.md": "CONTRIBUTING.md",
+    "development/design.md": "DESIGN.md",
+}
 LINK = re.compile(r"(\]\(|^\[[^\]]+\]: )([^)\s#]+)", re.MULTILINE)
 
 
@@ -38,14 +42,27 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the reference, and as plain text what pages link to outside of ``docs/``, such as raw results."""
     for path, text in reference.pages().items():
         files.append(File.generated(config, path, content=text))
-    index = (ROOT / RAW / "README.md").read_text().replace("](", f"](../../{RAW}/")
-    files.append(File.generated(config, "results/raw.md", content="---\nhide: [toc]\n---\n" + index))
+    for path, source in ELSEWHERE.items():
+        files.append(File.generated(config, path, content=_moved((ROOT / source).read_text(), source)))
     targets = set()
     for page in files.documentation_pages():
         targets |= {outside(page.src_uri, target) for _, target in LINK.findall(page.content_string)}
     for target in sorted(targets - {None}):
         files.append(File.generated(config, f"source/{target}.txt", content=(ROOT / target).read_text()))
     return files
+
+
+def _moved(text: str, source: str) -> str:
+    """Let the links of ``source`` lead to the same files from a page two folders below the root."""
+    here = Path(source).parent
+
+    def moved(link: re.Match) -> str:
+        if re.match(r"\w+:", link[2]):
+            return link[0]
+        return link[1] + os.path.relpath(here / link[2], "docs/development")
+
+    text = re.sub(r"^```(\w+) (\S+)$", r'```\1 title="\2"', text, flags=re.MULTILINE)
+    return LINK.sub(moved, text)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
