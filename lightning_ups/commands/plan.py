@@ -5,9 +5,12 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -164,14 +167,14 @@ def _batch(requested: RequestedRun, spec: str | None, *, prepares: bool) -> tupl
     source = type(module).__name__
     try:
         if requested.data is None:
-            return _first_batch(module), source
+            return _first_batch(module, module), source
         source = "the section 'data'"
         data = requested.data()
         source = type(data).__name__
         if prepares:
             data.prepare_data()
         data.setup("fit")
-        return _first_batch(data), source
+        return _first_batch(data, module), source
     except Exception as error:
         raise ValueError(
             f"No batch could be taken from {source}: {quoted(error).rstrip('.')}."
@@ -180,7 +183,7 @@ def _batch(requested: RequestedRun, spec: str | None, *, prepares: bool) -> tupl
         ) from error
 
 
-def _first_batch(data: Any) -> Any:
+def _first_batch(data: Any, module: LightningModule) -> Any:
     loaders = data.train_dataloader()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     for loader in combined.flattened:
@@ -188,6 +191,10 @@ def _first_batch(data: Any) -> Any:
             loader.num_workers = 0  # one batch is not worth processes
             loader.prefetch_factor = None
     batch, _, _ = next(iter(combined))
+    for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        has_hook = data if is_overridden(name, data, DataHooks) else module
+        with suppress(AttributeError, RuntimeError):  # a hook may ask its Trainer, which is not there
+            batch = getattr(has_hook, name)(batch, 0)
     return batch
 
 

@@ -234,6 +234,17 @@ def test_the_first_batch_of_the_data(capsys):
     assert json.loads(out)["batch"] == {"samples": 4, "positions": None, "from": "Data"}
 
 
+@pytest.mark.parametrize("asks_its_trainer", [False, True])
+def test_the_first_batch_is_the_one_that_the_data_module_makes_of_it(asks_its_trainer, capsys):
+    class Halved(Data):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[:2] if not asks_its_trainer or self.trainer.training else batch
+
+    code, out = shown(capsys, asked(module=Toy(), data=Halved), as_json=True, gpu="24")
+    assert code == 0
+    assert json.loads(out)["batch"]["samples"] == (4 if asks_its_trainer else 2)
+
+
 def test_the_optimizer_of_the_section(capsys):
     def state(make):
         _, out = shown(capsys, asked(module=Toy(), make_optimizer=make), batch="4x8", as_json=True)
