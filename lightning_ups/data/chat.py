@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -76,8 +77,8 @@ class ChatEncoder:
             found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             tokens, places = found["input_ids"], np.array(found["offset_mapping"])
             learned = np.zeros(len(tokens), bool)
-            for start, end in self._answers(messages, text):
-                learned |= (places[:, 0] < end) & (places[:, 1] > start)
+            for start, end, end_of_turn in self._answers(messages, text):
+                learned |= (places[:, 1] > start) & ((places[:, 0] < end) | (places[:, 1] <= end_of_turn))
         tokens = np.array(tokens, DTYPE)
         return np.where(learned, tokens, ~tokens)
 
@@ -85,8 +86,11 @@ class ChatEncoder:
         """Return the tokens of a conversation in which a user has said ``text``, and the answer comes next."""
         return self._apply([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False)
 
-    def _answers(self, messages: Sequence[dict[str, Any]], text: str) -> Iterator[tuple[int, int]]:
-        """Yield where each answer begins and ends in ``text``, by what the template makes of another answer."""
+    def _answers(self, messages: Sequence[dict[str, Any]], text: str) -> Iterator[tuple[int, int, int]]:
+        """Yield where each answer begins and ends in ``text``, and where its turn ends.
+
+        They are found by what the template makes of another answer.
+        """
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -94,16 +98,19 @@ class ChatEncoder:
             other: dict[str, Any] = {"role": "assistant", "content": _PROBE}
             if isinstance(message.get("content"), list):
                 other["content"] = [{"type": "text", "text": _PROBE}]
-            head, _, tail = self._apply([*before, other, *messages[index + 1 :]], tokenize=False).partition(_PROBE)
-            end_of_turn = self._apply([*before, other], tokenize=False).partition(_PROBE)[2].rstrip()
+            head, found, tail = self._apply([*before, other, *messages[index + 1 :]], tokenize=False).partition(_PROBE)
+            end_of_turn = self._apply([*before, other], tokenize=False).partition(_PROBE)[2]
             asked = self._apply(before, add_generation_prompt=True, tokenize=False) if before else head
             start = next((len(each) for each in (asked, head) if text.startswith(each)), None)
-            if start is None or not text.endswith(tail):
+            if not found or start is None or not text.endswith(tail):
                 raise ValueError(
-                    f"The chat template changes other messages with the content of message {index}, so the answer is"
-                    " not found. Put {% generation %} and {% endgeneration %} around answers in a template of your own."
+                    f"The chat template leaves out the content of message {index}, or changes others with it, so the"
+                    " answer is not found. Put {% generation %} and {% endgeneration %} around answers in a template of"
+                    " your own."
                 )
-            yield start, len(text) - len(tail) + (len(end_of_turn) if tail.startswith(end_of_turn) else 0)
+            end = len(text) - len(tail)
+            # Of the characters that follow each answer, so of the next header, too; only full tokens count.
+            yield start, end, end + len(os.path.commonprefix((tail, end_of_turn)).rstrip())  # noqa: RUF071
 
     def _apply(self, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
         try:

@@ -42,6 +42,25 @@ def test_thoughts_and_calls_are_learned_where_the_template_has_them(tmp_path):
     )
 
 
+def test_the_end_of_a_turn_is_learned_where_the_last_one_ends_otherwise(tmp_path):
+    encoder = load_chat_encoder(chat_tokenizer(tmp_path, PLAIN.replace("{% endfor %}", "{% endfor %}{{ eos_token }}")))
+    learned = [int(token) for token in encoder.one(CHAT) if token >= 0]
+    assert encoder.tokenizer.decode(learned).replace("\n", "").split(" ") == [
+        "w4",
+        "<|end|>",
+        "w5",
+        "w6",
+        "<|end|>",
+        "<eos>",
+    ]
+
+
+def test_a_template_that_leaves_answers_out_is_refused(tmp_path):
+    encoder = load_chat_encoder(chat_tokenizer(tmp_path, PLAIN.replace("message.content", "message.text")))
+    with pytest.raises(ValueError, match="leaves out the content of message 2"):
+        encoder.one(CHAT)
+
+
 def test_a_template_that_hides_answers_needs_marks(tmp_path):
     hiding = "{% for message in messages %}{{ messages[-1].content }} {{ message.content }}{% endfor %}"
     encoder = load_chat_encoder(chat_tokenizer(tmp_path, hiding))
