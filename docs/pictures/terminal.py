@@ -1,4 +1,4 @@
-"""Terminal recordings: the first line of `raw/NAME.txt` is a command, the rest what it printed."""
+"""Terminal recordings: the first line of `raw/NAME.txt` is a command, the rest what it printed, without progress lines."""
 
 import io
 import re
