@@ -1,4 +1,4 @@
-"""Terminal recordings: the first line of `raw/NAME.txt` is a command, the rest what it printed, without progress lines."""
+"""Terminal recordings: `raw/NAME.txt` has a command in its first line, then what it printed but for progress."""
 
 import io
 import re
