@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader
 
 from lightning_ups._compat.torch.tensors import all_to_all
-from lightning_ups.callbacks import ActivationCheckpoint, Compile, TokenThroughput
+from lightning_ups.callbacks import AccelerationFlags, ActivationCheckpoint, Compile, TokenThroughput
 from lightning_ups.kernels import attention
 from lightning_ups.models import HFCausalLM
 from lightning_ups.models.gpt import GPT, GPTConfig
@@ -297,6 +297,7 @@ CALLBACKS = {
     "recomputed": lambda: [ActivationCheckpoint()],
     "compiled": lambda: [Compile(backend="aot_eager")],
     "both": lambda: [Compile(backend="aot_eager"), ActivationCheckpoint()],
+    "routed": lambda: [AccelerationFlags(attention="math"), Compile(backend="aot_eager")],
     "measured": lambda: [TokenThroughput(warmup_steps=1, inspect_at=2, peak_tflops=1.0)],  # by copies of the model
     "compiled loss": lambda: [Compile(backend="aot_eager", losses=True)],
 }
@@ -312,6 +313,7 @@ def split_with_callbacks(name, folder, callbacks):
         ("SplitGpt", "recomputed"),
         ("SplitGpt", "compiled"),
         ("SplitGpt", "measured"),
+        ("SplitGpt", "routed"),
         ("Documents", "both"),
         ("Decoder", "both"),
         ("Own", "both"),
