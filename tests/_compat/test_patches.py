@@ -143,6 +143,7 @@ EXCEPTIONS = {
     "_compat/torch/fsdp/state.py: hang_hooks": "our own",
     "_compat/torch/fsdp/process_groups.py: _world": "of a process that was forked, for as long as it lives",
     "callbacks/compile.py: on_news": "our own",
+    "callbacks/step_graph.py: step": "our own",
     "callbacks/step_guard.py: save_checkpoint": "public, of one strategy",
     "commands/trial.py: step": "schedulers of a trial, in a process that ends with it",
     "commands/machine/packages.py: stdout": "public",
