@@ -27,6 +27,7 @@ FAMILIES = {  # as they are shown
     "vision transformer": "vision transformers",
     "ways to train": "GAN, EMA, LoRA ...",
 }
+LEFT_OUT = "2026-11-28_zoo_tenth/whole_step.jsonl"  # of code that did not stay
 WIDTH, HEIGHT, TOP, BOTTOM, LEFT = 960, 400, 84, 276, 84
 BAR, LEAST, MOST = 7.3, 0.65, 12.0
 
@@ -35,7 +36,7 @@ def speedups() -> dict[str, tuple[str, float]]:
     """Return the family and the speed-up of each module, from the last call that trained both sides."""
     steps: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     families = {}
-    for path in sorted(RESULTS.glob("**/*zoo*/*.jsonl")):
+    for path in sorted(set(RESULTS.glob("**/*zoo*/*.jsonl")) - {RESULTS / LEFT_OUT}):
         for record in map(json.loads, path.read_text().splitlines()):
             if record["kind"] == "run" and record["side"] in ("stock", "preset") and not record["tiny"]:
                 families[record["line"]] = record["family"]
