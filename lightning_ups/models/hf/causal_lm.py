@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import override
 
 from lightning_ups._compat.optional.transformers import imported
@@ -16,6 +17,7 @@ from lightning_ups.models.hf.attention import packed_inputs, use_in
 from lightning_ups.models.hf.loading import has_plain_head
 from lightning_ups.models.hf.module import IGNORED, HFModule
 from lightning_ups.transforms.forward import replaced_only_by
+from lightning_ups.transforms.patching import instead_of
 
 
 class HFCausalLM(HFModule):
@@ -89,13 +91,23 @@ class HFCausalLM(HFModule):
 
     def _loss(self, inputs: dict[str, Any], targets: Tensor, *, balanced: bool = True) -> Tensor:
         model, head = self.plain_model, self.plain_model.get_output_embeddings()
-        # A conversion, or a strategy that splits the head, works in its forward. Compile changes nothing there.
-        as_it_was = (
-            replaced_only_by(head, "compiler") and type(head) is nn.Linear and not isinstance(head.weight, DTensor)
-        )
-        if self._plain_head and as_it_was:
-            return linear_cross_entropy(model.base_model(**inputs, use_cache=False)[0], head.weight, targets)
-        output = model(**inputs, use_cache=False)
+        # A conversion works in its own forward. Compile changes nothing there.
+        is_plain = self._plain_head and type(head).forward is nn.Linear.forward and not is_parametrized(head)
+        if is_plain and replaced_only_by(head, "compiler"):
+            if not isinstance(head.weight, DTensor):
+                return linear_cross_entropy(model.base_model(**inputs, use_cache=False)[0], head.weight, targets)
+
+            def forward(hidden: Tensor) -> Tensor:  # where a shard is whole
+                if isinstance(head.weight, DTensor):  # a strategy has split the head
+                    return nn.Linear.forward(head, hidden)
+                return linear_cross_entropy(hidden, head.weight, targets)
+
+            with instead_of(head, "forward", forward):
+                output = model(**inputs, use_cache=False)
+            if not output.logits.ndim:
+                return output.logits
+        else:
+            output = model(**inputs, use_cache=False)
         loss = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
         balance = getattr(output, "aux_loss", None)  # of a mixture of experts
         if balanced and balance is not None:

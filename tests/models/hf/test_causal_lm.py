@@ -1,5 +1,6 @@
 import math
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -163,11 +164,19 @@ def test_compiled_training_is_the_same(tmp_path, lora):
 def two_devices_train_as_one(path, options):
     from lightning_ups.strategies import FSDP2Strategy
 
-    results = []
+    results, calls = [], []
+
+    def counted(*given):
+        calls.append(1)
+        return linear_cross_entropy(*given)
+
     for strategy in ("ddp", FSDP2Strategy()):
         made = module(**options, sample={"prompt": "w1 w2", "max_new_tokens": 3})
-        run = fit(path, made, strategy=strategy, devices=2, precision="bf16-mixed")
+        with mock.patch.object(hf_causal_lm, "linear_cross_entropy", counted):
+            run = fit(path, made, strategy=strategy, devices=2, precision="bf16-mixed")
         results.append({name: float(value) for name, value in run.callback_metrics.items()})
+        assert len(calls) > 4, "logits were computed"
+        calls.clear()
     for name, value in results[0].items():
         assert abs(results[1][name] - value) < 2e-3 * value, (name, results)
 
