@@ -188,6 +188,24 @@ def test_two_devices_train_alike_whether_or_not_sharded(ranks, tmp_path, lora):
     two_devices_train_as_one(ranks, path=tmp_path, options={"pretrained": folder, "lora": lora})
 
 
+@two_ranks
+def one_graph_trains_as_one(path, folder):
+    losses_of = {}
+    for strategy, callbacks in (("ddp", []), ("simple_fsdp", [Compile(backend="aot_eager", scope="model")])):
+        run = fit(
+            path, module(pretrained=folder), strategy=strategy, devices=2, precision="bf16-mixed", callbacks=callbacks
+        )
+        losses_of[strategy] = float(run.callback_metrics["val_loss"])
+    assert abs(losses_of["simple_fsdp"] - losses_of["ddp"]) < 2e-3 * losses_of["ddp"]
+
+
+@pytest.mark.slow
+def test_simple_fsdp_trains_alike(ranks, tmp_path):
+    folder = pretrained(tmp_path / "model")
+    data(tmp_path)
+    one_graph_trains_as_one(ranks, path=tmp_path, folder=folder)
+
+
 def test_a_sample_is_logged_at_each_validation(tmp_path):
     made = module(sample={"prompt": "w1 w2 w3", "max_new_tokens": 5, "do_sample": True, "temperature": 2.0})
     logger, texts = TensorBoardLogger(tmp_path), []
