@@ -252,7 +252,8 @@ class Compiled:
                 why = "too small to gain, which scope='model' compiles anyway"
                 if any(frame.breaks for frame in frames):  # as where a forward returns an object with methods
                     why = (
-                        "next to nothing lies within its forward. trainer.fit(torch.compile(module)) compiles the step"
+                        "next to nothing lies within its forward. Compile(scope='auto', training_step=True) compiles"
+                        " the step, if that is faster"
                     )
                 group.eager = dict.fromkeys(get_args(Phase), why)
             if len(group.eager) == len(get_args(Phase)):

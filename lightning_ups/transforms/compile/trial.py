@@ -288,8 +288,8 @@ def _draws(name: str, node: fx.Node) -> bool:
 
 
 _DRAWING = re.compile(
-    r"rand|dropout|binomial|bernoulli|multinomial|^normal|log_normal|uniform|exponential|geometric|cauchy|gumbel"
-    r"|standard_gamma|dirichlet|poisson$"
+    r"rand|dropout|binomial|bernoulli|multinomial|^normal(_|$)|log_normal|uniform|exponential|geometric|cauchy|gumbel"
+    r"|standard_gamma|dirichlet|poisson$|rrelu|svd_lowrank|pca_lowrank|fractional_max_pool"
 )
 _RATES = {  # the place of the rate of dropout, its name, and what it is if it is not given
     "dropout": (1, "p", 0.5),

@@ -91,7 +91,7 @@ def fit(
     """Return what a run leaves behind, and what watched it."""
     random.seed(5)
     torch.manual_seed(5)
-    ours = [Compile(scope="auto", mode="auto", backend=backend)] if compiles else []
+    ours = [Compile(scope="auto", training_step=True, mode="auto", backend=backend)] if compiles else []
     options = {"epochs": 1, "limit_val_batches": 0, **options}
     watch = Watch()
     lightning = trainer(tmp_path, callbacks=[*ours, *callbacks, watch], **options)
