@@ -3,6 +3,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -21,6 +22,8 @@ def hf(import_benchmark, monkeypatch):
         module.load()
         yield module
     AcceleratorState._reset_state(reset_partial_state=True)
+    if dist.is_initialized():  # by accelerate
+        dist.destroy_process_group()
 
 
 def test_all_sides_train_the_same_model_on_the_same_batches(hf, import_benchmark):
