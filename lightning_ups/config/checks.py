@@ -11,7 +11,11 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_ups._compat.lightning.checkpoints import checkpoints_beside, last_checkpoints
+from lightning_ups._compat.lightning.checkpoints import (
+    checkpoints_beside,
+    checkpoints_in_dirpath,
+    last_checkpoints,
+)
 from lightning_ups.config.output import note, shell_word
 from lightning_ups.config.suggestions import suggest_file
 from lightning_ups.state.checkpoint import check_file, is_complete, newest_within
@@ -57,24 +61,31 @@ def check_last_checkpoint(given: Any, trainer: Trainer, command: str) -> None:
     find = getattr(trainer.strategy, "find_last_checkpoint", last_checkpoints)
     if given != "last" or find(trainer):
         return
-    found = checkpoints_beside(trainer)
+    path, described = _newest_checkpoint(trainer)
     missing = "ckpt_path 'last' finds no last.ckpt where the ModelCheckpoint of this run writes"
     if command == "fit":
-        other = f" The newest of another run: --ckpt_path {shell_word(found[-1])}" if found else ""
-        note(f"{missing}. Training starts at step 0.{other}")
+        note(f"{missing}. Training starts at step 0.{described}")
         return
-    path = shell_word(found[-1]) if found else "FILE"
     raise FileNotFoundError(f"{missing}, and {command} would use untrained weights. Give the path: --ckpt_path {path}")
 
 
 def check_best_checkpoint(given: Any, trainer: Trainer) -> None:
     """Refuse ``ckpt_path: best`` unless a fit of this process has saved a checkpoint: the Trainer knows no other."""
     if given == "best" and not getattr(trainer.checkpoint_callback, "best_model_path", None):
-        found = checkpoints_beside(trainer)
-        newest = f" The newest: --ckpt_path {shell_word(found[-1])}" if found else ""
+        _, described = _newest_checkpoint(trainer)
         raise ValueError(
-            f"ckpt_path 'best' is the best checkpoint of a fit in the same process. Give its path instead.{newest}"
+            f"ckpt_path 'best' is the best checkpoint of a fit in the same process. Give its path instead.{described}"
         )
+
+
+def _newest_checkpoint(trainer: Trainer) -> tuple[str, str]:
+    """Return the newest checkpoint, of this configuration's ``dirpath`` if there is one, and a sentence about it."""
+    places = {"in the dirpath of ModelCheckpoint": checkpoints_in_dirpath, "of another run": checkpoints_beside}
+    for where, find in places.items():
+        if found := find(trainer):
+            path = shell_word(found[-1])
+            return path, f" The newest {where}: --ckpt_path {path}"
+    return "FILE", ""
 
 
 def check_data(command: str, module: LightningModule, datamodule: Any) -> None:

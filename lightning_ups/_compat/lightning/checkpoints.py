@@ -73,6 +73,12 @@ def checkpoints_beside(trainer: Trainer) -> list[Path]:
     return _by_age(path for folder in folders for path in folder.glob("*/checkpoints/*.ckpt"))
 
 
+def checkpoints_in_dirpath(trainer: Trainer) -> list[Path]:
+    """Return the checkpoints, oldest first, in each ``dirpath`` that is set for a ModelCheckpoint of this run."""
+    folders = {Path(each.dirpath) for each in _savers(trainer) if each.dirpath and "://" not in str(each.dirpath)}
+    return _by_age(path for folder in folders for path in folder.glob("*.ckpt"))
+
+
 def kept_checkpoints(trainer: Trainer) -> list[Path]:
     """Return the checkpoints, oldest first, that the callbacks of this run have written and kept."""
     callbacks = _savers(trainer)

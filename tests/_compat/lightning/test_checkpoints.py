@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ups._compat.lightning.checkpoints import (
     checkpoints_beside,
+    checkpoints_in_dirpath,
     kept_checkpoints,
     last_checkpoints,
     roll_back,
@@ -32,6 +33,15 @@ def written(*paths):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         os.utime(path, (second // 2, second // 2))  # two in each second
+
+
+def test_those_of_an_earlier_run_are_in_the_dirpath(tmp_path):
+    callbacks = [ModelCheckpoint(tmp_path / "ck"), ModelCheckpoint(monitor="x")]
+    trainer = Trainer(callbacks=callbacks, accelerator="cpu", logger=CSVLogger(tmp_path))
+    assert checkpoints_in_dirpath(trainer) == []
+    paths = [tmp_path / "ck" / "epoch=3.ckpt", tmp_path / "ck" / "last.ckpt"]
+    written(*paths)
+    assert checkpoints_in_dirpath(trainer) == paths
 
 
 def test_those_of_other_runs_are_beside(tmp_path):
