@@ -103,10 +103,12 @@ def percent(share: float, *, sign: bool = False) -> str:
 
 def interval(found: Estimate, *, relative: bool) -> str:
     """Return both ends of the 99 % interval of a difference, or that it is too wide to be of use."""
-    if relative and found.low < -_WIDE / (1 + _WIDE) and found.high > _WIDE:
+    if not relative:
+        return f"{found.low:+.3g} to {found.high:+.3g}"
+    # The interval of a mean can reach below -100 %, which nothing can fall by.
+    if (found.low < -1 and found.high > 0) or (found.low < -_WIDE / (1 + _WIDE) and found.high > _WIDE):
         return "too wide to tell"
-    low, high = (percent(each, sign=True) if relative else f"{each:+.3g}" for each in (found.low, found.high))
-    return f"{low} to {high}"
+    return f"{percent(max(-1, found.low), sign=True)} to {percent(found.high, sign=True)}"
 
 
 def _joined(decisions: Sequence[Decision]) -> Decision:

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from lightning_ups.insight.compare import decision
-from lightning_ups.insight.compare.decision import CANNOT_TELL, FAIL, PASS, Band, gate, percent
+from lightning_ups.insight.compare.decision import CANNOT_TELL, FAIL, PASS, Band, gate, interval, percent
 from lightning_ups.insight.compare.differences import Side
+from lightning_ups.insight.compare.intervals import Estimate
 from tests.insight.compare.synthetic import losses, run, series, step_times
 
 
@@ -123,6 +124,13 @@ def test_an_interval_without_use_is_not_printed():
     assert decision.verdict == CANNOT_TELL
     assert "(99 % interval too wide to tell)" in decision.reason
     assert decision.reason.endswith("give at least 3 runs per side")
+
+
+def test_no_interval_reaches_below_minus_100_percent():
+    assert interval(Estimate(-0.05, -3.31, 3.21), relative=True) == "too wide to tell"
+    assert interval(Estimate(-0.6, -1.1, -0.1), relative=True) == "-100 % to -10 %"
+    assert interval(Estimate(-0.5, -0.9, 0.5), relative=True) == "-90 % to +50 %"
+    assert interval(Estimate(-0.05, -3.31, 3.21), relative=False) == "-3.31 to +3.21"
 
 
 def test_an_unknown_direction_is_not_guessed():
