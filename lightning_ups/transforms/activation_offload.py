@@ -325,7 +325,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 @contextmanager
 def offload_activations(
-    blocks: Iterable[nn.Module], *, memory: Memory | None = None, min_bytes: int = MIN_BYTES, device: torch.device
+    blocks: Iterable[nn.Module], *, memory: Memory | None = None, min_bytes: int = MIN_BYTES, device: torch.device | str
 ) -> Iterator[Offloaded]:
     """Offload to the host what ``blocks`` save for backward while the context is open.
 
@@ -342,7 +342,7 @@ def offload_activations(
     Yields:
         What was moved; the counts grow as the blocks run.
     """
-    mover = _Mover(memory_of(device) if memory is None else memory, min_bytes=min_bytes)
+    mover = _Mover(memory_of(torch.device(device)) if memory is None else memory, min_bytes=min_bytes)
     with ExitStack() as undo:
         undo.callback(mover.close)
         for block in dict.fromkeys(blocks):

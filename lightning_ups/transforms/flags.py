@@ -83,12 +83,13 @@ _ALLOCATOR = ("expandable_segments", "max_split_size_mb", "garbage_collection_th
 
 
 @contextmanager
-def accelerated(flags: Flags, *, device: torch.device) -> Iterator["PacedCollection | None"]:
+def accelerated(flags: Flags, *, device: torch.device | str) -> Iterator["PacedCollection | None"]:
     """Set the ``flags`` that have an effect on ``device``; yield the garbage collector, if it is paced.
 
     Raises:
         RuntimeError: If an attention kernel or an allocator setting is not available.
     """
+    device = torch.device(device)
     idle = without_effect(flags, device=device)
     with ExitStack() as stack:
         if changes := {name: value for name, value in flags.of_allocator.items() if name not in idle}:

@@ -404,7 +404,7 @@ def test_what_has_no_effect_on_a_cpu_is_named_and_not_touched():
     assert "cudnn: no effect on cpu" in idle["attention"]
     assert "torch takes flash before math on a CPU" in idle["attention"]
     before = current_flags()
-    with accelerated(flags, device=CPU):
+    with accelerated(flags, device="cpu"):
         inside = current_flags()
     assert {name for name in inside if inside[name] != before[name]} == {"attention"}
 

@@ -131,7 +131,7 @@ def trained(folder, words):
     assert main(words) == 0
 
 
-@all_but("gpt-70b", "pde-surrogate")
+@all_but("pde-surrogate")
 @pytest.mark.filterwarnings("ignore")  # of what peft imports
 def test_it_trains_at_a_small_size(name, request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
