@@ -25,6 +25,7 @@ from lightning_ups.insight.compare import (
     effects,
     interval,
     kind_of_times,
+    of_matched_steps,
     percent,
     read_run,
 )
@@ -200,7 +201,8 @@ def _row(effect: Effect) -> tuple[str, ...]:
     found = effect.difference
     as_text = (lambda each: percent(each, sign=True)) if effect.relative else (lambda each: f"{each:+.3g}")
     ends = interval(found, relative=effect.relative) if isfinite(found.low) else "-"
-    return (effect.name, *shown, as_text(found.value), ends, effect.verdict, effect.note)
+    note = "; ".join(filter(None, (effect.note, of_matched_steps(effect))))
+    return (effect.name, *shown, as_text(found.value), ends, effect.verdict, note)
 
 
 def _value(effect: Effect, value: float) -> str:

@@ -39,6 +39,14 @@ def logs(folder):  # noqa: F811
     return "lightning_logs/version_{}".format
 
 
+@pytest.fixture
+def rotated(folder):  # noqa: F811
+    """Two runs whose typical step grows by 35 % while most steps become 10 % faster."""
+    for name, cycle in (("a.csv", (1, 2, 3)), ("b.csv", (3, 1.8, 2.7))):
+        write(folder / name, times=np.tile(cycle, 200), loss=np.full(600, 1.0))
+    return "a.csv", "b.csv"
+
+
 def row(out, name):
     return next(line.split() for line in out.splitlines() if line.strip().startswith(name))
 
@@ -59,6 +67,15 @@ def test_runs_that_only_have_csv_logs(ups, logs):  # noqa: F811
 def test_the_loss_is_compared_over_its_last_steps(ups, logs):  # noqa: F811
     out = ups("compare", logs(0), logs(3)).out
     assert "beyond batch noise" in " ".join(row(out, "train_loss"))
+
+
+def test_a_row_says_when_its_two_values_differ_otherwise_than_matched_steps(ups, logs, rotated):  # noqa: F811
+    out = ups("compare", *rotated).out
+    found = " ".join(row(out, "step time, typical"))
+    assert "2 s 2.7 s -10.0 %" in found
+    assert found.endswith("from a column; at matched steps, while the runs' averages differ by +35 %")
+    assert "matched steps" not in " ".join(row(out, "step time, mean"))
+    assert "matched steps" not in ups("compare", logs(0), logs(1), logs(2)).out
 
 
 def test_groups_of_runs(ups, logs):  # noqa: F811

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.command import assert_short, folder, ups  # noqa: F401
-from tests.commands.test_compare import logs  # noqa: F401
+from tests.commands.test_compare import logs, rotated  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -55,6 +55,11 @@ def test_several_runs_on_each_side(ups, logs):  # noqa: F811
     done = ups("gate", *same, "vs", logs(2), logs(3), "--metric", "train_loss", "--loss", "0.3")
     assert done.code == 3, done.out
     assert "CANNOT TELL: version_2 and 1 more" in done.out
+
+
+def test_matched_steps_that_contradict_the_averages_are_named(ups, rotated):  # noqa: F811
+    out = ups("gate", "b.csv", "a.csv", "--slower", "100%").out
+    assert "a typical step is 11 % slower at matched steps, while the runs' averages differ by -26 % (99 %" in out
 
 
 def test_json(ups, logs, folder):  # noqa: F811

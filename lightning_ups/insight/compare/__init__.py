@@ -1,6 +1,15 @@
 """Compare runs by their files: what differed, what effect it had, and whether that is more than noise."""
 
-from lightning_ups.insight.compare.decision import CANNOT_TELL, FAIL, PASS, Band, gate, interval, percent
+from lightning_ups.insight.compare.decision import (
+    CANNOT_TELL,
+    FAIL,
+    PASS,
+    Band,
+    gate,
+    interval,
+    of_matched_steps,
+    percent,
+)
 from lightning_ups.insight.compare.differences import (
     MEAN_STEP,
     STEP,
@@ -26,6 +35,7 @@ __all__ = [
     "gate",
     "interval",
     "kind_of_times",
+    "of_matched_steps",
     "percent",
     "read_run",
 ]

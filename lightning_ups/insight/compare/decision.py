@@ -6,7 +6,7 @@ from math import ceil, isfinite, isnan
 
 import numpy as np
 
-from lightning_ups.insight.compare.differences import MEAN_STEP, STEP, Effect, Side, effects, kind_of_times
+from lightning_ups.insight.compare.differences import FLOOR, MEAN_STEP, STEP, Effect, Side, effects, kind_of_times
 from lightning_ups.insight.compare.direction import is_higher_better
 from lightning_ups.insight.compare.intervals import Estimate
 from lightning_ups.insight.compare.reading import Series
@@ -25,6 +25,7 @@ class Band:
 
 _ALLOWED = Band(0.02, relative=True)  # of steps and of a loss, if nothing is asked for
 _WIDE = 10  # times base's value, more and less: an interval without use
+_APART = 0.05  # the difference of two values may be, from that of their matched steps
 _MOST = 30  # times as many steps or runs: what is worth a try
 
 
@@ -111,6 +112,16 @@ def interval(found: Estimate, *, relative: bool) -> str:
     return f"{percent(max(-1, found.low), sign=True)} to {percent(found.high, sign=True)}"
 
 
+def of_matched_steps(effect: Effect) -> str:
+    """Return that the values of both sides differ otherwise than their matched steps do; empty if they do not."""
+    found = effect.difference.value
+    shown = effect.new / effect.base - 1 if effect.relative and effect.base else found
+    apart = abs(shown - found)
+    if not (apart > _APART or (shown * found < 0 and apart > 2 * FLOOR)):
+        return ""
+    return f"at matched steps, while the runs' averages differ by {percent(shown, sign=True)}"
+
+
 def _joined(decisions: Sequence[Decision]) -> Decision:
     verdict = next((each for each in (FAIL, CANNOT_TELL) if any(one.verdict == each for one in decisions)), PASS)
     reasons = dict.fromkeys(one.reason for one in decisions if verdict in (PASS, one.verdict))
@@ -183,7 +194,7 @@ def _slower(effect: Effect) -> str:
     value = effect.difference.value
     if isnan(value):
         return f"not known ({effect.note})"
-    said = f"{percent(abs(value))} {'slower' if value > 0 else 'faster'}"
+    said = f"{percent(abs(value))} {'slower' if value > 0 else 'faster'} {of_matched_steps(effect)}".rstrip()
     if not isfinite(effect.difference.low):
         return f"{said} by {_few(effect)}"
     return f"{said} (99 % interval {interval(effect.difference, relative=True)})"
