@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from copy import copy
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,12 +15,21 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_ups.data.latents.batches import LatentBatch, Missing, WithLatents, flatten, unflatten
-from lightning_ups.data.latents.fingerprints import of_code, of_samples, of_weights
+from lightning_ups.data.latents.fingerprints import (
+    BATCH_HOOKS,
+    SAMPLES,
+    of_code,
+    of_hooks,
+    of_samples,
+    of_weights,
+    under_two_seeds,
+)
 from lightning_ups.data.latents.store import INFO, Latents, LatentsWriter, write_json
 from lightning_ups.data.workers import as_it_is
 from lightning_ups.order.arguments import check_choice
@@ -33,13 +42,16 @@ _IDLE = 10  # batches without new samples, after which the encoder leaves the de
 class PrecomputedLatents(LightningDataModule):
     """Runs a frozen encoder once for each sample of a datamodule, and reads its outputs from files afterwards.
 
+    Of the dataset's content, only 8 samples are compared with an earlier run. If you correct labels or replace inputs,
+    set another ``version``: labels are stored with the latents, and old ones are read otherwise.
+
     The module receives the batches of ``data`` with the encoder's output in place of one field. During the first pass,
     the encoder runs on the device after ``data`` has moved and changed the batch, and everything in the batch is
     written. Afterwards neither the dataset nor the encoder is called. An interrupted first pass continues with the
     samples that are missing, on any number of ranks, which share the folder.
 
-    Latents of another encoder, or of other samples, are never read: weights, configuration and code of the encoder and
-    some samples of each loader, as the dataset and its transform make them, decide the folder's name.
+    The folder's name depends on the encoder (weights, plain attributes and code), on ``collate_fn`` and the batch hooks
+    of ``data`` (code and the plain values that it reads), and on 8 samples of each loader after ``collate_fn``.
 
     Args:
         data: A datamodule whose loaders have datasets with an index and ``batch_size``.
@@ -48,7 +60,8 @@ class PrecomputedLatents(LightningDataModule):
         field: The field of a batch that is encoded: a name or an index. None: the batch itself.
         dtype: Of floating-point latents. None: as the encoder returns them.
         max_gigabytes: The size at which the folder is full. Samples without latents are encoded in each epoch.
-        version: A text of your own that is part of the folder's name, for changes that are not detected.
+        version: A text of your own that is part of the folder's name, for changes that are not detected: those of other
+            samples, and of installed packages that the code calls.
 
     Raises:
         ValueError: If a loader has no index or no ``batch_size``, or samples have different shapes.
@@ -82,6 +95,7 @@ class PrecomputedLatents(LightningDataModule):
         self._encoder_digests: dict[str, str] = {}
         self._splits: dict[str, Latents] = {}
         self._writers: dict[str, LatentsWriter] = {}
+        self._probed: set[str] = set()  # splits whose batch hooks were called with two seeds
         self._room: float | None = None  # bytes that this rank may still write
         self._is_full, self._idle, self._on_device = False, 0, False
         for name in ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"):
@@ -172,6 +186,12 @@ class PrecomputedLatents(LightningDataModule):
         latents.refresh()
         rank_zero_info(
             f"PrecomputedLatents: {split}: {latents.count} of {latents.samples} samples are in {latents.path}."
+            + (
+                f" Only {SAMPLES} samples of the dataset were checked for changes. If labels or other samples changed,"
+                " set another version."
+                if latents.count
+                else ""
+            )
         )
         options: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
         if type(loader.batch_sampler) is BatchSampler:
@@ -207,14 +227,16 @@ class PrecomputedLatents(LightningDataModule):
                 "the encoder's weights": of_weights(self.encoder),
                 "the encoder's code or configuration": of_code(self.encoder),
             }
+        hooks = of_hooks(loader.collate_fn, self.data)  # before they are called, which may count calls
         samples, is_fixed = of_samples(loader)
         if not is_fixed:
             rank_zero_warn(
                 f"PrecomputedLatents: samples of the {split} loader depend on random numbers, and all epochs will have"
-                " those of the first pass. Leave random transforms out of the dataset."
+                " those of the first pass. Leave random transforms out of the dataset and collate_fn."
             )
         known = {
             **self._encoder_digests,
+            "collate_fn or the batch hooks": hooks,
             "the samples or their transform": samples,
             "the number of samples": len(loader.dataset),  # type: ignore[arg-type]
             "the settings": [_FORMAT, self.field, str(self.dtype), self.version],
@@ -249,9 +271,8 @@ class PrecomputedLatents(LightningDataModule):
             self.encoder.to(device)
             self._on_device = True
         self._idle = 0
-        batch = self.data.on_before_batch_transfer(missing.batch, dataloader_idx)
-        batch = self.data.transfer_batch_to_device(batch, device, dataloader_idx)
-        batch = self.data.on_after_batch_transfer(batch, dataloader_idx)
+        self._probe_hooks(missing, device, dataloader_idx)
+        batch = self._moved(missing.batch, device, dataloader_idx)
         structure, fresh = flatten(self._with_latents(batch))
         for tensor in fresh:
             if not tensor.dim() or len(tensor) != len(missing.samples):
@@ -271,6 +292,26 @@ class PrecomputedLatents(LightningDataModule):
             tensors[-1][there] = old.to(new)
             tensors[-1][missing.places] = new
         return unflatten(structure, tensors)
+
+    def _moved(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        batch = self.data.on_before_batch_transfer(batch, dataloader_idx)
+        batch = self.data.transfer_batch_to_device(batch, device, dataloader_idx)
+        return self.data.on_after_batch_transfer(batch, dataloader_idx)
+
+    def _probe_hooks(self, missing: Missing, device: torch.device, dataloader_idx: int) -> None:
+        """Warn if the batch hooks change the first batch of a split at random."""
+        is_known = missing.split in self._probed
+        self._probed.add(missing.split)
+        if is_known or not any(is_overridden(name, self.data, LightningDataModule) for name in BATCH_HOOKS):
+            return
+        with isolate_rng(include_cuda=device.type == "cuda"):
+            first, second = under_two_seeds(lambda: self._moved(deepcopy(missing.batch), device, dataloader_idx))
+        if first != second:
+            rank_zero_warn(
+                f"PrecomputedLatents: the batch hooks of {type(self.data).__name__} depend on random numbers, and all"
+                f" {missing.split} epochs will have the batches of the first pass. Move random transforms to the"
+                " LightningModule."
+            )
 
     def _with_latents(self, batch: Any) -> Any:
         """Return ``batch`` with the encoder's output in place of the field."""

@@ -51,7 +51,8 @@ class Encoder(nn.Module):
         self.weight, self.size, self.calls = nn.Parameter(torch.tensor(weight)), size, 0
 
     def forward(self, images):
-        assert not self.training
+        if self.training:  # an assert has other code in ranks, where pytest does not rewrite it
+            raise RuntimeError("training")
         self.calls += len(images)
         return (images.mean((1, 2, 3)) * self.weight)[:, None].expand(-1, self.size).contiguous()
 
@@ -153,6 +154,53 @@ def test_what_changed_is_named_and_latents_are_written_anew(latents, caplog, tmp
     again = latents()
     fit(again)
     assert again.encoder.calls == 0
+
+
+def test_a_changed_collate_fn_or_batch_hook_is_named(latents, caplog):
+    class Changed(Data):
+        def __init__(self, shift=0.0, collate=None):
+            super().__init__()
+            self.shift, self.collate = shift, collate
+
+        def train_dataloader(self):
+            return DataLoader(self.train, batch_size=3, collate_fn=self.collate)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return [self.shifted(batch[0]), batch[1]]
+
+        def shifted(self, images):
+            return images + self.shift
+
+    def halved(samples):
+        return [torch.stack([image for image, _ in samples]) / 2, torch.tensor([label for _, label in samples])]
+
+    fit(latents(Changed()), limit_val_batches=0)
+    for data, factor, shift in ((Changed(shift=1.0), 1, 1), (Changed(collate=halved), 0.5, 0)):
+        with caplog.at_level("INFO"):
+            module = fit(latents(data), limit_val_batches=0)
+        assert module.seen == [(index, 2.0 * (factor * index + shift)) for index in range(12)]
+        assert "collate_fn or the batch hooks" in [line for line in caplog.messages if "is not used" in line][-1]
+        caplog.clear()
+
+
+def test_random_batch_hooks_are_warned_of(latents):
+    class Noisy(Data):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            batch[0].add_(torch.rand(1))
+            return batch
+
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="the batch hooks of Noisy depend on random numbers"):
+        module = fit(latents(Noisy()), limit_val_batches=0)
+    assert all(2 * index <= found < 2 * index + 2 for index, found in module.seen), "the probe changes no batch"
+
+
+def test_a_reused_folder_logs_what_is_not_checked(latents, caplog):
+    for expected in (0, 2):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            fit(latents())
+        assert len([line for line in caplog.messages if "set another version" in line]) == expected
 
 
 def test_random_samples_are_warned_of_and_do_not_change_the_folder(latents):
