@@ -38,7 +38,7 @@ def check_checkpoint_exists(given: Any) -> None:
     if path in ("best", "last", "hpc") or "://" in path or path.startswith("registry") or Path(path).exists():
         return
     suggestion = suggest_file(path, endings=(".ckpt",))
-    raise FileNotFoundError(f"The checkpoint {path!r} does not exist (looked up from {Path.cwd()}). {suggestion}")
+    raise FileNotFoundError(f"ckpt_path {path!r} does not exist (looked up from {Path.cwd()}). {suggestion}")
 
 
 def check_checkpoint_fits_strategy(given: Any, strategy: Strategy) -> None:

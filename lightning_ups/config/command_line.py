@@ -62,8 +62,8 @@ def read_command_line(words: Sequence[str], *, slots: Mapping[str, type]) -> Req
     for merged in lists.values():
         if merged.typed:
             put(typed.tree, ("trainer", f"{merged.name}+"), merged.typed)
+    notes += [*drop_precision(preset, lists["plugins"], [*files, options])]
     if preset is not None:
-        notes += [*drop_precision(preset, lists["plugins"], [*files, options])]
         notes += [*overridden_values(preset.tree, [*files, options])]
     merged_layer = Layer(name=_LISTS_TEXT, tree=_merged_tree(lists, parsed, slots, has_preset=preset is not None))
     notes += [note for merged in lists.values() for note in merged.notes]

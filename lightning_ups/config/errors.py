@@ -112,7 +112,7 @@ def short_text(error: BaseException) -> str | None:
     is_raised = frames[-1][0].f_code.co_code[frames[-1][1]] == _RAISE  # by a raise statement: not a defect
     source = _package(frames[-1][0])
     if source == "lightning_ups" and is_raised and isinstance(root, _DELIBERATE):
-        return _wrapped(str(root))
+        return _wrapped(f"{_place_of_setting(str(root), _frames(error))}{root}")
     # A subclass of LightningCLI may override any of its methods.
     packages = {_package(frame) for frame, _ in frames if not _is_method_of(frame, "LightningCLI")}
     if not packages <= {*_LIBRARIES, *_FILE_SYSTEMS}:
@@ -175,6 +175,19 @@ def _place_of(frames: list[FrameType], name: str, settings: dict[str, Any]) -> s
             keys = keys if kind == name else (*keys[:-1], "init_args", *group)
             return f"{layer.place(*keys)}: "
     return next((f"{layer.place(*group)}: " for layer in reversed(layers) if group in layer.lines), "")
+
+
+def _place_of_setting(text: str, frames: Frames) -> str:
+    """Return file and line of the setting that `text` begins with, with ": ", or "" if no layer gives one."""
+    match = re.match(r"(?:trainer\.)?\w+", text)
+    *outer, name = match[0].split(".") if match else [""]
+    if not outer and name != "ckpt_path":
+        return ""
+    for layer in reversed(_layers_of([frame for frame, _ in frames])):
+        tree = layer.tree.get("trainer") if outer else layer.tree
+        if isinstance(tree, dict) and name in tree:
+            return f"{layer.place(*outer, name)}: "
+    return ""
 
 
 def _layers_of(frames: list[FrameType]) -> Sequence[Any]:

@@ -162,19 +162,29 @@ def _below_spec(keys: list[str]) -> list[str]:
     return keys if keys[0] in _SPEC_KEYS else ["init_args", *keys]
 
 
-def drop_precision(preset: Layer, plugins: MergedList, layers: Sequence[Layer]) -> Iterator[str]:
-    """Take the precision out of a preset if the user chose one: a Trainer has one. Yield a note if so."""
-    trainer = section(preset.tree, "trainer")
+def drop_precision(preset: Layer | None, plugins: MergedList, layers: Sequence[Layer]) -> Iterator[str]:
+    """Take the precision out of a preset if the user chose one: a Trainer has one. Yield a note if so.
+
+    Raises:
+        ValueError: If the user chose two.
+    """
+    named = [layer for layer in layers if "precision" in section(layer.tree, "trainer")][-1:]
     chosen: list[tuple[type | None, str]] = [
         (None, f"{layer.place('trainer', 'precision')}: precision {name}")
-        for layer in layers
-        if (name := section(layer.tree, "trainer").get("precision")) not in (None, "null")
+        for layer in named
+        if (name := layer.tree["trainer"]["precision"]) not in (None, "null")
     ]
     chosen += [
         (kind, f"{item.place()}: {kind.__name__}")
         for item in plugins.of_user
         if (kind := kind_of(item.spec)) is not None and issubclass(kind, Precision)
     ]
+    if len(chosen) > 1:
+        found = "\n".join(f"  {text}" for _, text in chosen)
+        raise ValueError(f"Two precisions are given, and a Trainer takes one. Keep one of them:\n{found}")
+    if preset is None:
+        return
+    trainer = section(preset.tree, "trainer")
     if any(kind for kind, _ in chosen) and (name := trainer.pop("precision", None)):
         yield f"{chosen[-1][1]} instead of precision {name}"
     for spec in [*plugins.of_preset]:

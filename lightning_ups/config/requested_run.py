@@ -160,7 +160,7 @@ def _check_one_precision(trainer: Mapping[str, Any]) -> None:
 
 def _check_known(what: str, given: Any, known: Sequence[str]) -> None:
     if isinstance(given, str) and given.lower() not in known:
-        raise ValueError(f"Unknown {what} {given!r}. {suggest(given, known, most=40)}")
+        raise ValueError(f"trainer.{what} is {given!r}, which is unknown. {suggest(given, known, most=40)}")
 
 
 def _strategy(strategy: Strategy | str, *, parallel: bool) -> Strategy | type[Strategy]:

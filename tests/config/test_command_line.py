@@ -163,6 +163,24 @@ def test_a_plugin_of_the_user_replaces_the_presets_precision(ask):
 
 
 @pytest.mark.parametrize(
+    ("plugins", "words", "named"),
+    [
+        (["BF16Precision"], [], ["run.yaml:4: precision bf16-mixed", "run.yaml:3: BF16Precision"]),
+        ([], ["--trainer.plugins+=BF16Precision"], ["run.yaml:3: precision bf16-mixed", "command line: BF16Precision"]),
+    ],
+)
+@pytest.mark.parametrize("preset", ["named", "none"])
+def test_two_precisions_of_the_user_are_refused_as_they_are_written(ask, plugins, words, named, preset):
+    with pytest.raises(ValueError, match="Two precisions") as caught:
+        ask({"trainer": {"plugins": plugins, "precision": "bf16-mixed"}}, "--preset", preset, *words)
+    assert all(each in str(caught.value) for each in named)
+
+
+def test_a_precision_that_is_typed_as_null_leaves_one(ask):
+    ask({"trainer": {"plugins": ["BF16Precision"], "precision": "bf16-mixed"}}, "--trainer.precision=null")
+
+
+@pytest.mark.parametrize(
     ("tree", "words", "flags"),
     [
         ({"flags": False}, [], {"enabled": False}),
