@@ -20,6 +20,7 @@ from lightning_ups.insight.compare import (
     MEAN_STEP,
     STEP,
     Effect,
+    RunLog,
     Side,
     different_settings,
     effects,
@@ -100,6 +101,7 @@ def sides_of(asked: argparse.Namespace) -> list[Side]:
     if twice := next((path for path in paths if paths.count(path) > 1), None):
         raise ValueError(f"{os.path.relpath(twice, shared)} is given twice. Name each run once.")
     runs = [[read_run(each, time=asked.time) for each in group] for group in groups]
+    _check_kinds([run for of in runs for run in of])
     titles = [of[0].title for of in runs]
     if not all(titles) or len({*titles}) < len(titles):
         titles = [os.path.relpath(path, shared) for path in paths]
@@ -111,6 +113,13 @@ def sides_of(asked: argparse.Namespace) -> list[Side]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write ``content`` to ``path``; numbers that are not finite become null."""
     _write(path, json.dumps(_finite(content), indent=2, default=str) + "\n")
+
+
+def _check_kinds(runs: Sequence[RunLog]) -> None:
+    kinds = {run.name: kind for run in runs if (kind := run.manifest.get("run", {}).get("kind"))}
+    first, kind = next(iter(kinds.items()), ("", ""))
+    if other := next((name for name in kinds if kinds[name] != kind), None):
+        raise ValueError(f"{other} is a run of `{kinds[other]}`, but {first} of `{kind}`. Give runs of one kind.")
 
 
 def _parser() -> argparse.ArgumentParser:

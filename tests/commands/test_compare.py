@@ -171,6 +171,13 @@ def test_runs_without_a_common_step_or_metric(ups, folder):  # noqa: F811
     assert "No metric in common: a.csv has train_loss, c.csv has loss." in done.out
 
 
+@pytest.mark.parametrize("command", ["compare", "gate"])
+def test_a_fit_is_not_compared_with_a_validation(ups, logs, folder, command):  # noqa: F811
+    for index, kind in enumerate(("fit", "validate")):
+        (folder / logs(index) / "manifest.json").write_text(json.dumps({"run": {"kind": kind}}))
+    assert_short(ups(command, logs(0), logs(1)), f"{logs(1)} is a run of `validate`, but {logs(0)} of `fit`")
+
+
 class Logged(Net):
     @override
     def training_step(self, batch, index):

@@ -19,7 +19,7 @@ from lightning_ups.insight.compare.differences import (
     effects,
     kind_of_times,
 )
-from lightning_ups.insight.compare.reading import read_run
+from lightning_ups.insight.compare.reading import RunLog, read_run
 
 __all__ = [
     "CANNOT_TELL",
@@ -29,6 +29,7 @@ __all__ = [
     "STEP",
     "Band",
     "Effect",
+    "RunLog",
     "Side",
     "different_settings",
     "effects",
