@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import IO, Any
 
+from lightning_ups.config.suggestions import nearest
+
 _DELIBERATE = (ValueError, TypeError, RuntimeError, ImportError, OSError)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 # Packages whose frames are not the user's code.
@@ -128,7 +130,8 @@ def short_text(error: BaseException) -> str | None:
     is_refusal = type(root).__name__ == _REFUSAL or frames[-1][0].f_code.co_name in _REFUSING
     constructs = any(frame.f_code.co_name in _CONSTRUCTS for frame, _ in _frames(error))
     if source == "lightning" and is_raised and (is_refusal or constructs):
-        return _wrapped(f"{_constructed(frames) if constructs else 'Lightning'}: {root}")
+        place, hint = _metric_meant(frames[-1][0], [frame for frame, _ in _frames(error)])
+        return _wrapped(f"{place}{_constructed(frames) if constructs else 'Lightning'}: {root}{hint}")
     return None
 
 
@@ -175,6 +178,18 @@ def _place_of(frames: list[FrameType], name: str, settings: dict[str, Any]) -> s
             keys = keys if kind == name else (*keys[:-1], "init_args", *group)
             return f"{layer.place(*keys)}: "
     return next((f"{layer.place(*group)}: " for layer in reversed(layers) if group in layer.lines), "")
+
+
+def _metric_meant(frame: FrameType, frames: list[FrameType]) -> tuple[str, str]:
+    """Return where a callback whose ``monitor`` is not logged is configured, and the name that was probably meant."""
+    callback = frame.f_locals.get("self")
+    monitor = getattr(callback, "monitor", None)
+    logged = frame.f_locals.get("monitor_candidates", frame.f_locals.get("logs"))  # of ModelCheckpoint, EarlyStopping
+    if not isinstance(monitor, str) or not isinstance(logged, dict) or monitor in logged:
+        return "", ""
+    near = nearest(monitor, logged)
+    hint = f" Did you mean {near!r}?" if near else ""
+    return _place_of(frames, type(callback).__name__, {"monitor": monitor}), hint
 
 
 def _place_of_setting(text: str, frames: Frames) -> str:
