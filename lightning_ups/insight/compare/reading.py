@@ -13,7 +13,13 @@ import yaml
 
 from lightning_ups._compat.optional.wandb_files import RUN_NAME, read_wandb
 from lightning_ups.insight.compare.intervals import Array
-from lightning_ups.insight.compare.stores import folder_of_manifest, folder_of_run, read_mlflow, wandb_file
+from lightning_ups.insight.compare.stores import (
+    folder_of_manifest,
+    folder_of_run,
+    folders_of_database,
+    read_mlflow,
+    wandb_file,
+)
 from lightning_ups.insight.report import flattened, read_manifest
 
 _STEPS = ("trainer/global_step", "global_step", "step", "Step", "_step", "iteration", "iter")
@@ -166,6 +172,11 @@ def _rows(path: Path) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
+        if runs := folders_of_database(path):
+            raise ValueError(
+                f"{path} is a database of MLflow. Give the folder of a run, EXPERIMENT/RUN, and create it if it is"
+                f" missing. It has {len(runs)}: {', '.join(map(str, runs[:3]))}."
+            ) from None
         raise ValueError(
             f"{path} is not a text file. Give a CSV, JSON or .wandb file, or a run's folder, such as"
             " lightning_logs/version_0 or mlruns/1/ID."

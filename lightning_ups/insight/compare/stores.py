@@ -79,6 +79,17 @@ def read_mlflow(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return [], {}
 
 
+def folders_of_database(path: Path) -> list[Path]:
+    """Return the folder of each run in a database of MLflow, the last run first; empty if it is not one."""
+    with suppress(sqlite3.Error), closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as base:
+        runs = base.execute("SELECT experiment_id, run_uuid FROM runs ORDER BY start_time DESC")
+        folders = [
+            [path.parent / place / str(experiment) / run for place in ("", "mlruns")] for experiment, run in runs
+        ]
+        return [next((each for each in places if each.exists()), places[0]) for places in folders]
+    return []
+
+
 def _is_of_mlflow(folder: Path) -> bool:
     return _MLFLOW_ID.fullmatch(folder.name) is not None
 

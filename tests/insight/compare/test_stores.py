@@ -61,15 +61,17 @@ def test_a_run_in_a_database_of_mlflow(tmp_path):
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as base:
         base.execute("CREATE TABLE metrics (key, value FLOAT, timestamp BIGINT, run_uuid, step BIGINT, is_nan BOOLEAN)")
         base.execute("CREATE TABLE params (key, value, run_uuid)")
-        base.execute("CREATE TABLE runs (run_uuid, name)")
-        base.execute("INSERT INTO runs VALUES (?, 'lr0.1')", (ID,))
+        base.execute("CREATE TABLE runs (run_uuid, name, experiment_id, start_time)")
+        base.execute("INSERT INTO runs VALUES (?, 'lr0.1', 1, 7)", (ID,))
         rows = [("loss", 1 / (1 + step), 1000 * step, ID, step, False) for step in range(5)]
         rows += [("loss", 0, 5000, ID, 5, True), ("loss", -1.7976931348623157e308, 6000, ID, 6, False)]
         rows += [("loss", 7, 0, "another", 0, False)]
         base.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?)", rows)
         base.execute("INSERT INTO params VALUES ('lr', '0.1', ?)", (ID,))
         base.commit()
-    (tmp_path / "not.db").write_text("no database")
+    (tmp_path / "not.db").write_bytes(b"\xff no database")
+    with pytest.raises(ValueError, match="not a text file"):
+        read_run("not.db")
     for place in (tmp_path / "1" / ID, tmp_path / "mlruns" / "1" / ID / "artifacts"):
         place.mkdir(parents=True)
     (tmp_path / "1" / ID / "manifest.json").write_text('{"schema": 1, "lr": 0.1}')
@@ -82,6 +84,8 @@ def test_a_run_in_a_database_of_mlflow(tmp_path):
         assert run.settings["lr"] == 0.1
         assert run.title == "lr0.1"
         assert run.times["a clock"].values == pytest.approx(1)
+    with pytest.raises(ValueError, match=rf"mlflow\.db is a database of MLflow.* It has 1: {tmp_path}/1/{ID}\."):
+        read_run(str(tmp_path / "mlflow.db"))
     (tmp_path / "mlflow.db").unlink()
     (note,) = read_run(f"1/{ID}").notes
     assert "start compare in the folder of mlflow.db" in note
