@@ -38,6 +38,7 @@ _Found = Mapping[str, Sequence[Effect]]  # by the name of the side
 
 _MOST = 40  # settings on a screen; the JSON file has all
 _LONGEST = 60  # characters of a setting
+_WIDEST = 30  # characters of the head of a column
 _NUMBERS = ("difference", "99 % interval", "verdict")
 _STYLES = {"significant": "bold yellow", "beyond batch noise": "yellow", "not finite": "bold red"}
 _ALONE = "One run per side: the noise between runs or seeds is not known. Give several: compare A0 A1 A2 vs B0 B1 B2."
@@ -183,16 +184,26 @@ def _some(names: Iterable[str]) -> str:
 def _print(sides: _Sides, settings: _Settings, found: _Found, notes: Sequence[str]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)  # no line of a pipe is wrapped
     rows = [(name, *map(_short, values)) for name, values in settings.items()]
-    _print_table(console, "What differed", ("setting", *(side.name for side in sides)), rows[:_MOST])
+    heads = _heads([side.name for side in sides])
+    _print_table(console, "What differed", ("setting", *heads.values()), rows[:_MOST])
     if len(rows) > _MOST or not rows:
         console.print(
             f"  and {len(rows) - _MOST} more: --json FILE lists all" if rows else "  no stored setting differs"
         )
     for name, of in found.items():
-        head = ("", sides[0].name, name, *_NUMBERS, "")
+        head = ("", heads[sides[0].name], heads[name], *_NUMBERS, "")
         _print_table(console, f"Effect of {name} against {sides[0].name}", head, [_row(effect) for effect in of])
+    for name, head in heads.items():
+        if head != name:
+            console.print(f"\n{head} is {name}", markup=False)
     for note in notes:
         console.print(f"\n{textwrap.fill(note, console.width)}", markup=False)
+
+
+def _heads(names: Sequence[str]) -> dict[str, str]:
+    """Return the head of each side's column: the end of its name if it is long and no other ends alike."""
+    heads = {name: name if len(name) <= _WIDEST else f"…{name[1 - _WIDEST :]}" for name in names}
+    return heads if len({*heads.values()}) == len(heads) else {name: name for name in names}
 
 
 def _print_table(console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

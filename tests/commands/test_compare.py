@@ -138,6 +138,18 @@ def notes(done):
     return done.out.rpartition("\n\n")[0].partition("Effect of")[2].split("\n\n")[1:] + done.out.split("\n\n")[-1:]
 
 
+def test_long_heads_are_shortened_and_the_whole_name_stands_below(ups, logs, folder):  # noqa: F811
+    long = f"mlruns/1/{'0123456789abcdef' * 2}"
+    (folder / long).mkdir(parents=True)
+    (folder / logs(0) / "metrics.csv").rename(folder / long / "metrics.csv")
+    out = ups("compare", long, logs(1)).out
+    head = next(line.split() for line in out.splitlines() if "verdict" in line)
+    assert head[:2] == [f"…{long[-29:]}", "lightning_logs/version_1"]
+    assert f"\n…{long[-29:]} is {long}\n" in out
+    alike = [f"{side}{'/x' * 20}" for side in "ab"]
+    assert [*compare._heads(alike).values()] == alike
+
+
 def test_notes_take_one_line_each_and_fit_the_runs(ups, logs, folder):  # noqa: F811
     def noted(*words):
         lines = [line for note in notes(ups("compare", *words)) for line in note.strip().splitlines()]
