@@ -31,7 +31,12 @@ def run_cells(folder, *cells):
         [sys.executable, "-W", "ignore", "-c", SHELL],
         input=json.dumps(cells),
         cwd=folder,
-        env={**outside_a_group(), "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder / "ipython")},
+        env={
+            **outside_a_group(),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "IPYTHONDIR": str(folder / "ipython"),
+        },
         capture_output=True,
         text=True,
         check=False,
