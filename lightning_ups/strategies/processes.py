@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_ups._compat.torch.fsdp.process_groups import forget_in_forks, prepare_nccl
 from lightning_ups.order.arguments import check_finite, check_least
@@ -116,13 +117,14 @@ def rendezvous(environment: ClusterEnvironment, *, timeout: timedelta, launcher:
         forget_in_forks()
     if environment.local_rank() == 0 and not dist.is_initialized():
         # A daemon: torch waits in C++, and a process that is ended meanwhile must not wait for this thread.
-        threading.Thread(target=_report_waiting, args=(over, environment, timeout), daemon=True).start()
+        args = (over, environment, timeout, launcher)
+        threading.Thread(target=_report_waiting, args=args, daemon=True).start()
     try:
         yield
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         if launcher is not None:
             launcher.kill(signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
-        raise RuntimeError(_failed(str(error), environment, timeout)) from error
+        raise RuntimeError(_failed(str(error), environment, timeout, launcher)) from error
     finally:
         over.set()
         for name, value in before.items():
@@ -130,17 +132,17 @@ def rendezvous(environment: ClusterEnvironment, *, timeout: timedelta, launcher:
                 os.environ.pop(name, None)
 
 
-def _report_waiting(over: threading.Event, environment: ClusterEnvironment, timeout: timedelta) -> None:
+def _report_waiting(over: threading.Event, environment: ClusterEnvironment, timeout: timedelta, launcher: Any) -> None:
     waited, pause = 0.0, PATIENCE_S
     while not over.wait(pause):
         waited, pause = waited + pause, pause * LONGER
         _logger.warning(
             f"{_process(environment)} has waited {waited:g} s for the others at {_address(environment)}."
-            f" {_NEEDED} It gives up after {timeout.total_seconds() / 60:g} minutes."
+            f" {_needed(environment, launcher)} It gives up after {timeout.total_seconds() / 60:g} minutes."
         )
 
 
-def _failed(error: str, environment: ClusterEnvironment, timeout: timedelta) -> str:
+def _failed(error: str, environment: ClusterEnvironment, timeout: timedelta, launcher: Any) -> str:
     if "EADDRINUSE" in error:
         return (
             f"{_process(environment)} cannot use port {environment.main_port} for the rendezvous, because another"
@@ -150,15 +152,21 @@ def _failed(error: str, environment: ClusterEnvironment, timeout: timedelta) -> 
         )
     return (
         f"{_process(environment)} has not met the others at {_address(environment)} in"
-        f" {timeout.total_seconds() / 60:g} minutes. {_NEEDED} Torch's error: {error.splitlines()[0]}"
+        f" {timeout.total_seconds() / 60:g} minutes. {_needed(environment, launcher)}"
+        f" Torch's error: {error.splitlines()[0]}"
     )
 
 
-_NEEDED = (
-    "Start all of them (under SLURM by `srun python train.py`), each with its own rank and with the same address, port"
-    " and number of processes."
-    " All must be able to reach that address."
-)
+def _needed(environment: ClusterEnvironment, launcher: Any) -> str:
+    """Return what to do about processes that are missing, if `launcher` or torchrun has not started all of them."""
+    started = len(getattr(launcher, "procs", ())) + 1
+    if started == environment.world_size() or isinstance(environment, TorchElasticEnvironment):
+        by = "torchrun" if isinstance(environment, TorchElasticEnvironment) else "This process"
+        return f"{by} has started them. They are still importing or building the model, or their error stands above."
+    return (
+        "Start all of them (under SLURM by `srun python train.py`), each with its own rank and with the same address,"
+        " port and number of processes. All must be able to reach that address."
+    )
 
 
 def _process(environment: ClusterEnvironment) -> str:

@@ -7,10 +7,11 @@ import time
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -51,6 +52,27 @@ def test_a_wait_is_logged_after_longer_and_longer_pauses(environment, port, monk
     assert f":{port}. Start all of them (under SLURM by `srun python train.py`)" in first
     assert first.endswith("It gives up after 30 minutes.")
     assert "has waited 0.6 s" in second
+
+
+@pytest.mark.parametrize(("started", "is_said"), [(1, True), (0, False)])  # 0: on the other node
+def test_processes_that_this_one_has_started_are_still_starting(environment, monkeypatch, caplog, started, is_said):
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.05)
+    launcher = SimpleNamespace(procs=[None] * started)
+    with (
+        caplog.at_level(logging.WARNING, LOGGER),
+        rendezvous(environment, timeout=timedelta(minutes=30), launcher=launcher),
+    ):
+        time.sleep(0.2)
+    assert ("This process has started them" in caplog.messages[0]) is is_said
+    assert ("srun" in caplog.messages[0]) is not is_said
+
+
+def test_torchrun_has_started_all(port, monkeypatch, caplog):
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.05)
+    elastic = TorchElasticEnvironment()
+    with caplog.at_level(logging.WARNING, LOGGER), rendezvous(elastic, timeout=timedelta(minutes=30)):
+        time.sleep(0.2)
+    assert "torchrun has started them" in caplog.messages[0]
 
 
 def test_nothing_is_logged_without_a_wait(environment, monkeypatch, caplog):
