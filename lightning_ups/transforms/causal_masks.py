@@ -50,14 +50,14 @@ def _place_of_positions(kind: type[nn.Module]) -> int:
 
 
 @cache  # equal models share a compilation, so their forwards must be the same function
-def _noting(place: int) -> Callable[[Forward], Forward]:
+def _noting(place: int | None) -> Callable[[Forward], Forward]:
     @cache
     def noting(inner: Forward) -> Forward:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not is_compiling():
                 return inner(self, *args, **kwargs)
             outer = TRACED.makes_positions
-            TRACED.makes_positions = len(args) <= place and kwargs.get("position_ids") is None
+            TRACED.makes_positions = place is not None and len(args) <= place and kwargs.get("position_ids") is None
             try:
                 return inner(self, *args, **kwargs)
             finally:

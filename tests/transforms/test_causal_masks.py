@@ -29,7 +29,10 @@ PACKED = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2]).expand(2, 8)
 
 
 def compiled(model, **inputs):
-    """Return the logits of the compiled model, and whether each of its calls of attention has a mask."""
+    """Return the logits of the compiled model, and whether each of its calls of attention has a mask.
+
+    It is called twice, and compiled once.
+    """
     torch.compiler.reset()
     masked = []
 
@@ -39,7 +42,11 @@ def compiled(model, **inputs):
         return graph.forward
 
     with causal_masks_left_out(model):
-        logits = torch.compile(model, backend=backend)(input_ids=TOKENS, **inputs).logits
+        run = torch.compile(model, backend=backend)
+        run(input_ids=TOKENS, **inputs)
+        calls = len(masked)
+        logits = run(input_ids=TOKENS, **inputs).logits
+    assert len(masked) == calls, "it was compiled again"
     return logits, masked
 
 

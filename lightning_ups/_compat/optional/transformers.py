@@ -75,7 +75,8 @@ def is_output_hook(hook: object) -> bool:
 class _Traced:
     """What Dynamo traces: whether the innermost model of transformers makes its positions itself."""
 
-    makes_positions = False
+    def __init__(self) -> None:
+        self.makes_positions = False  # of the instance from the first, since Dynamo has a guard on where it is
 
 
 TRACED = _Traced()
