@@ -1,7 +1,9 @@
 """Run ``python -m lightning_ups COMMAND``; only what the command needs is imported."""
 
 import importlib
+import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -59,9 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [*sys.argv[1:]] if argv is None else [*argv]
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    for name in ("torchao", "torch.utils._pytree"):  # transformers and peft import torchao
+        logging.getLogger(name).addFilter(_is_for_users)
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does: a console script would not find the user's modules
     return report_errors(lambda: _run(words), debug=debug)
+
+
+def _is_for_users(record: logging.LogRecord) -> bool:
+    """Return False for the lines of torchao's import: extensions for other machines, and its use of torch."""
+    return not re.search(r"Failed to load .*_C|register_constant\(\).* is deprecated", record.getMessage())
 
 
 def _run(words: list[str]) -> int:

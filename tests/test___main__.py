@@ -1,8 +1,10 @@
 """``python -m lightning_ups`` as a process: what it costs, and what it does not load."""
 
+import logging
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -25,6 +27,23 @@ def test_the_help_lists_what_there_is(capsys):
 def test_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("lightning_ups ")
+
+
+def test_lines_of_torchaos_import_are_hidden(caplog):
+    main(["--version"])
+    logging.getLogger("torchao").warning("Failed to load /x/torchao/_C_cutlass_90a.abi3.so: Could not load it")
+    logging.getLogger("torch.utils._pytree").warning("Calling register_constant() on Enum is deprecated and will be")
+    logging.getLogger("torchao").warning("Skipping import of cpp extensions")
+    assert "Failed" not in caplog.text
+    assert "Enum" not in caplog.text
+    assert "Skipping" in caplog.text
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+def test_a_process_that_imports_torchao_prints_nothing():
+    done = process("-c", "from lightning_ups.__main__ import main; main(['--version']); import torchao")
+    assert done.returncode == 0, done.stderr
+    assert not {"Failed", "register_constant()"} & {*done.stderr.split()}
 
 
 NO_FILE = ["fit", "--config", "nofile.yaml"]
