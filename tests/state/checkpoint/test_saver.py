@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from lightning_ups.state.checkpoint import is_complete, newest
+from lightning_ups.state.checkpoint import folder, is_complete, newest
 from lightning_ups.state.checkpoint import saver as saver_module
 from lightning_ups.state.checkpoint.io import lanes
 from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
@@ -169,6 +169,17 @@ def test_a_full_disk_keeps_the_last_one_and_says_so(tmp_path, asynchronous, thre
     save(saver, tmp_path / "d")
     saver.close()
     assert newest(tmp_path) == tmp_path / "d"
+
+
+def test_another_run_in_the_same_folder_is_named_as_the_cause(tmp_path):
+    def save_by_another_run(phase, path):
+        if phase == "marking":
+            folder.finish(folder.begin(path), files={"meta.pt": b""}, facts={})
+
+    saver = Saver(asynchronous=False, observe=save_by_another_run)
+    with pytest.raises(RuntimeError, match=f"Another run seems to write to {tmp_path}: give each run its own folder"):
+        save(saver, tmp_path / "a")
+    saver.close()
 
 
 def test_a_full_disk_at_the_end_surfaces_at_the_end(tmp_path, monkeypatch):
