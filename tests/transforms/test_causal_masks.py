@@ -9,6 +9,7 @@ from lightning_ups.transforms.causal_masks import causal_masks_left_out
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Dynamo
 transformers = pytest.importorskip("transformers")
+masking_utils = pytest.importorskip("transformers.masking_utils")
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "use_cache": False}
 MODELS = {
@@ -86,6 +87,30 @@ def test_a_model_within_one_that_makes_its_positions_may_have_packed_rows():
             )
 
     model = Outer(MODELS["llama"]().config).eval()
+    logits, masked = compiled(model)
+    assert masked == [True, True]
+    torch.testing.assert_close(logits, model(input_ids=TOKENS).logits)
+
+
+def test_positions_that_a_users_model_makes_may_start_again():
+    torch.manual_seed(0)
+
+    class Packed(transformers.LlamaModel):
+        def forward(self, input_ids, position_ids=None):
+            if position_ids is None:
+                position_ids = torch.arange(8).unsqueeze(0)
+            position_ids = position_ids % 5
+            return self.layers_of(input_ids, position_ids)
+
+        def layers_of(self, input_ids, position_ids):
+            hidden = self.embed_tokens(input_ids)
+            mask = masking_utils.create_causal_mask(self.config, hidden, None, None, position_ids=position_ids)
+            embeddings = self.rotary_emb(hidden, position_ids)
+            for layer in self.layers:
+                hidden = layer(hidden, attention_mask=mask, position_ids=position_ids, position_embeddings=embeddings)
+            return transformers.modeling_outputs.CausalLMOutput(logits=hidden)
+
+    model = Packed(MODELS["llama"]().config).eval()
     logits, masked = compiled(model)
     assert masked == [True, True]
     torch.testing.assert_close(logits, model(input_ids=TOKENS).logits)
