@@ -1,7 +1,6 @@
 """Routes calls of `F.scaled_dot_product_attention` to backends of this package."""
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend
 
-from lightning_ups._compat.torch.tensors.attention import scaled_dot_product_attention, torch_choice
+from lightning_ups._compat.torch.tensors.attention import holders, scaled_dot_product_attention, torch_choice
 from lightning_ups.kernels.attention.api import dense, in_autocast_dtype
 from lightning_ups.kernels.attention.auto import choose
 from lightning_ups.kernels.attention.flex import flex
@@ -91,14 +90,7 @@ def _priority(backends: Backend | Sequence[Backend]) -> tuple[Backend, ...]:
 
 
 def _holders(function: Callable[..., Tensor]) -> list[tuple[ModuleType, str]]:
-    modules = {id(module): module for module in sys.modules.values() if isinstance(module, ModuleType)}
-    return [
-        (module, name)
-        for module in modules.values()
-        if not module.__name__.startswith("lightning_ups.")
-        for name, value in list(vars(module).items())
-        if value is function
-    ]
+    return [(module, name) for module, name in holders(function) if not module.__name__.startswith("lightning_ups.")]
 
 
 def _put_back(replacement: Callable[..., Tensor], present: Callable[..., Tensor]) -> None:

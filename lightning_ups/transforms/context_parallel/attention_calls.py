@@ -1,15 +1,14 @@
 """Replaces attention functions in the modules that call them."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_ups._compat.torch.tensors.attention import holders
 from lightning_ups.kernels.attention.api import in_autocast_dtype
 from lightning_ups.transforms.context_parallel.heads import attend_by_heads
 
@@ -20,12 +19,10 @@ def replaced(function: Callable[..., Any], replacement: Callable[..., Any]) -> I
 
     Compiled code has a guard on the function, so it is recompiled and never stale.
     """
-    modules = {id(module): module for module in sys.modules.values() if isinstance(module, ModuleType)}
     with ExitStack() as undo:
-        for module in modules.values():
+        for module, name in holders(function):
             if not module.__name__.startswith("lightning_ups.") or module.__name__.startswith("lightning_ups.models."):
-                for name in [name for name, value in list(vars(module).items()) if value is function]:
-                    undo.enter_context(patch.object(module, name, replacement))
+                undo.enter_context(patch.object(module, name, replacement))
         yield
 
 

@@ -6,7 +6,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -24,6 +24,14 @@ from lightning_ups._compat.optional.packages import require
 
 _FA4 = "flash-attn-4>=4.0.0b1"
 _COMPILING = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument"
+
+
+def holders(function: Callable[..., Any]) -> list[tuple[ModuleType, str]]:
+    """Return the imported modules that hold ``function``, each with the name that it has there."""
+    modules = {id(module): module for module in sys.modules.values() if isinstance(module, ModuleType)}
+    return [
+        (module, name) for module in modules.values() for name, value in list(vars(module).items()) if value is function
+    ]
 
 
 def torch_choice(
