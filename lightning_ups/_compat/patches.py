@@ -9,6 +9,7 @@ A replacement passes on all arguments that it does not read, so new parameters o
 
 import importlib
 import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
+
+from packaging.specifiers import SpecifierSet
 
 Make = Callable[[Any], Any]  # receives the attribute, and returns its replacement
 
@@ -30,10 +33,12 @@ class Patch(NamedTuple):
     Args:
         reads: Parameters that the replacement reads.
         only_speed: Whether results are the same without it.
+        versions: Of the package, which have the attribute. Empty: all.
     """
 
     reads: tuple[str, ...] = ()
     only_speed: bool = False
+    versions: str = ""
 
 
 class Purpose(NamedTuple):
@@ -57,6 +62,7 @@ GROUP = f"{FSDP}_fsdp_param_group:FSDPParamGroup"
 STATE = f"{FSDP}_fsdp_state:FSDPState"
 PARAM = f"{FSDP}_fsdp_param:FSDPParam"
 _PARTITIONERS = "torch._functorch.partitioners"
+_KERNELS = "torch._higher_order_ops.triton_kernel_wrap"
 _OVERLAP = "torch._inductor.fx_passes.overlap_manual_scheduling"
 _DTENSOR = "torch.distributed.tensor:DTensor"
 _CONNECTORS = "lightning.pytorch.trainer.connectors."
@@ -72,7 +78,7 @@ PURPOSES = (
         test="test_parameters_with_equal_gradients_share_no_memory",
         patches={
             f"{_PARTITIONERS}:fx_graph_cse": _PATCH,
-            f"{_PARTITIONERS}:functionalize_rng_ops": Patch(("bw_module", "num_sym_nodes")),
+            f"{_PARTITIONERS}:functionalize_rng_ops": Patch(("bw_module", "num_sym_nodes"), versions=">=2.13"),
             f"{_PARTITIONERS}:choose_saved_values_set": Patch(("node_info", "memory_budget")),
         },
     ),
@@ -86,11 +92,11 @@ PURPOSES = (
             "torch._inductor.choices:InductorChoices.reduction_split_factor": Patch(
                 ("reduction_numel_hint", "inner_reduction"), only_speed=True
             ),
-            "torch._higher_order_ops.triton_kernel_wrap:identify_accessed_tensors": _SPEED,
-            "torch._higher_order_ops.triton_kernel_wrap:identify_mutated_tensors": _SPEED,
-            "torch.utils._runtime_estimation:get_gpu_dram_gbps": _SPEED,
-            f"{_OVERLAP}:get_full_bucket_key": Patch(("node",), only_speed=True),
-            f"{_OVERLAP}:bucket_key": Patch(("node",), only_speed=True),  # its name in torch 2.11
+            f"{_KERNELS}:identify_accessed_tensors": Patch(only_speed=True, versions=">=2.13"),
+            f"{_KERNELS}:identify_mutated_tensors": Patch(only_speed=True, versions="<2.13"),
+            "torch.utils._runtime_estimation:get_gpu_dram_gbps": Patch(only_speed=True, versions=">=2.13"),
+            f"{_OVERLAP}:get_full_bucket_key": Patch(("node",), only_speed=True, versions=">=2.13"),
+            f"{_OVERLAP}:bucket_key": Patch(("node",), only_speed=True, versions="<2.13"),
             "torch._C._nn:cross_entropy_loss": _SPEED,
             "torch._inductor.compile_fx:cudagraphify": Patch(
                 ("model", "static_input_idxs", "is_backward", "mutated_input_idxs")
@@ -274,6 +280,21 @@ def why_not(target: str) -> str | None:
         return None
     missing = [each for each in PATCHES[target].reads if each not in {parameter.name for parameter in parameters}]
     return f"{name}() has no parameter {', '.join(missing)}" if missing else None
+
+
+def misfits() -> dict[str, str]:
+    """Return each attribute that cannot be replaced in the installed version of its package, and the reason."""
+    return {target: reason for target in PATCHES if _is_here(target) and (reason := why_not(target))}
+
+
+def _is_here(target: str) -> bool:
+    package = target.partition(":")[0].partition(".")[0]
+    if package in sys.stdlib_module_names:
+        return True
+    try:
+        return SpecifierSet(PATCHES[target].versions).contains(version(package), prereleases=True)
+    except PackageNotFoundError:
+        return False
 
 
 def _fits(target: str, *, only_speed: bool) -> bool:
