@@ -8,19 +8,17 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat.lightning.step_loop import Logged, Outputs, StepLoop, reads_loader
+from lightning_ups._compat.lightning.step_loop import Logged, Outputs, StepLoop
 from lightning_ups._compat.torch.optimizers import needs_closure
-from lightning_ups.order import OnlyOne, PolicyPrecision, Refusal, Run, Stage, refuse_second, report_of
+from lightning_ups.order import OnlyOne, Run, Stage, refuse_capture, refuse_second, report_of
 from lightning_ups.order.arguments import check_least
+from lightning_ups.order.refusals import overridden
 from lightning_ups.transforms.patching import instead_of
 from lightning_ups.transforms.quoted import listed
 from lightning_ups.transforms.step_graph import (
@@ -35,17 +33,13 @@ from lightning_ups.transforms.step_graph import (
     difference,
     layout_of,
     line_of,
-    names_read,
     refusing_reads,
     warmed_up,
 )
 
 _PART = "StepGraph"
-_IN_BACKWARD = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 _BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
-_CONSTANTS = ("global_step", "current_epoch", "logger", "loggers")  # for a replay
 _MOST_KINDS = 256  # that are counted, where shapes vary without end
-_NOT_WITH = ("StepGuard", "ActivationOffload", "OptimizerOffload")
 
 
 class StepGraph(Callback, OnlyOne):
@@ -76,6 +70,8 @@ class StepGraph(Callback, OnlyOne):
         Trainer(callbacks=[StepGraph(), Compile(scope="model")], precision="bf16-mixed")
     """
 
+    captures_step = True
+
     def __init__(self, *, warmup_steps: int = 3, shapes: int = 1, emulate: bool = False) -> None:
         for name, value in (("warmup_steps", warmup_steps), ("shapes", shapes)):
             check_least(name, value, 1, of=_PART, why="It is a number of steps or shapes.")
@@ -87,29 +83,11 @@ class StepGraph(Callback, OnlyOne):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run = Run.of(trainer)
         refuse_second(run)
-        if stage == "fit":
-            for refusal in _REFUSALS:
-                if refusal.holds(run):
-                    raise ValueError(refusal.text(run))
-            if run.accelerator != "cuda" and not self.emulate:
-                raise ValueError(
-                    f"StepGraph needs CUDA graphs, and this run is on {run.accelerator}."
-                    " Leave it out, or write StepGraph(emulate=True) to test it."
-                )
-            if not isinstance(trainer.strategy, SingleDeviceStrategy):
-                raise ValueError(
-                    f"StepGraph is given with {type(trainer.strategy).__name__}. It captures the step of one device."
-                    " Use devices=1 and strategy='auto', or leave StepGraph out."
-                )
+        refuse_capture(run)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
-        if reads_loader(trainer):
-            raise ValueError(
-                "StepGraph is given, and training_step takes dataloader_iter. A replay cannot read a loader."
-                " Take a batch, or leave StepGraph out."
-            )
         if needs_closure(trainer.optimizers[0]):
             raise ValueError(
                 f"StepGraph is given with {type(trainer.optimizers[0]).__name__}, which computes the loss several times"
@@ -193,7 +171,7 @@ class _Running:
 
     def _why_outside(self, callbacks: Sequence[Any]) -> str | None:
         """Return why the optimizer steps outside of the graph, or None if it does not."""
-        if hooks := _overridden(self._module, callbacks, _BEFORE_STEP):
+        if hooks := overridden(self._module, callbacks, _BEFORE_STEP):
             return f"{hooks[0]} runs before its step"
         return can_capture(self._trainer.optimizers[0])
 
@@ -425,111 +403,3 @@ def _checked_reads(strategy: Any) -> Iterator[None]:
 
     with instead_of(strategy, "training_step", training_step):
         yield
-
-
-# Refusals
-
-
-def _overridden(module: LightningModule, callbacks: Sequence[Any], hooks: Sequence[str]) -> list[str]:
-    """Return ``hooks`` of the module and of callbacks of others, by class."""
-    owners = [(module, LightningModule), *[(c, Callback) for c in callbacks if not _is_ours(c)]]
-    return [
-        f"{type(owner).__name__}.{hook}"
-        for owner, parent in owners
-        for hook in hooks
-        if hasattr(parent, hook) and is_overridden(hook, owner, parent=parent)
-    ]
-
-
-def _is_ours(callback: Any) -> bool:
-    return type(callback).__module__.startswith("lightning_ups.")
-
-
-def _hooks_inside(run: Run) -> list[str]:
-    inside = _overridden(run.module, run.callbacks, _IN_BACKWARD)
-    return [*inside, *_overridden(run.module, (), ("optimizer_zero_grad",))]
-
-
-def _constants_read(run: Run) -> list[str]:
-    return names_read(run.module, "training_step", _CONSTANTS)
-
-
-def _not_with(run: Run) -> list[str]:
-    return [type(callback).__name__ for callback in run.callbacks if type(callback).__name__ in _NOT_WITH]
-
-
-def _graphs_of_compile(run: Run) -> list[str]:
-    return [
-        type(step).__name__
-        for step in run.declarations
-        if step.replays_cuda_graphs or getattr(step, "chooses_mode", False)
-    ]
-
-
-def _has_plain_precision(precision: Precision) -> bool:
-    if isinstance(precision, PolicyPrecision):
-        return type(precision).__name__ in ("BF16Precision", "PolicyPrecision") and precision.weights == "autocast"
-    if isinstance(precision, MixedPrecision):
-        return precision.scaler is None
-    return precision.precision in ("32-true", "bf16-true", "64-true")
-
-
-_LEAVE = "or leave StepGraph out."
-_REFUSALS = (
-    Refusal(
-        what=lambda run: f"StepGraph is given for a run on {run.num_devices * run.num_nodes} devices.",
-        why="It captures the step of one device.",
-        cure=f"Use devices=1, {_LEAVE}",
-        holds=lambda run: run.num_devices * run.num_nodes > 1,
-    ),
-    Refusal(
-        what=lambda run: f"StepGraph is given, and {type(run.module).__name__} optimizes manually.",
-        why="It captures the step that Lightning makes with automatic optimization.",
-        cure=f"Set automatic_optimization = True, {_LEAVE}",
-        holds=lambda run: not run.module.automatic_optimization,
-    ),
-    Refusal(
-        what=lambda run: f"StepGraph is given with {type(run.precision).__name__}, {run.precision.precision!r}.",
-        why="Its steps do more than the GPU can repeat alone, such as scaling losses.",
-        cure=f"Use precision='bf16-mixed' or BF16Precision(), {_LEAVE}",
-        holds=lambda run: not _has_plain_precision(run.precision),
-    ),
-    Refusal(
-        what=lambda run: f"StepGraph is given with {_graphs_of_compile(run)[0]}, which may replay CUDA graphs itself.",
-        why="One graph cannot contain the replay of another.",
-        cure="Use Compile(mode='default').",
-        holds=lambda run: bool(_graphs_of_compile(run)),
-    ),
-    Refusal(
-        what=lambda run: f"StepGraph is given, and torch.compile({type(run.module).__name__}) to the Trainer.",
-        why="Compiled code would contain what StepGraph records of the step.",
-        cure="Pass the module as it is, with the callback Compile(scope='model').",
-        holds=lambda run: run.compiled_by_user,
-    ),
-    Refusal(
-        what=lambda run: f"StepGraph is given with {_not_with(run)[0]}.",
-        why="Its work in each step is done by the host, which a replay leaves out.",
-        cure="Keep one of the two.",
-        holds=lambda run: bool(_not_with(run)),
-    ),
-    Refusal(
-        what=lambda run: f"StepGraph is given with detect_anomaly={run.detects_anomalies}.",
-        why="It reads each gradient on the host.",
-        cure="Leave one of the two out.",
-        holds=lambda run: run.detects_anomalies,
-    ),
-    Refusal(
-        what=lambda run: f"StepGraph is given, and {_hooks_inside(run)[0]} is called inside the step.",
-        why="A replay runs no Python code, so the hook would have no effect.",
-        cure=f"Move its code to on_train_batch_end, {_LEAVE}",
-        holds=lambda run: bool(_hooks_inside(run)),
-    ),
-    Refusal(
-        what=lambda run: (
-            f"StepGraph is given, and training_step of {type(run.module).__name__} reads {_constants_read(run)[0]}."
-        ),
-        why="It would keep the value that it has when the step is captured.",
-        cure=f"Read it in on_train_batch_start, and keep what follows from it in a buffer, {_LEAVE}",
-        holds=lambda run: bool(_constants_read(run)),
-    ),
-)

@@ -163,6 +163,8 @@ class TrainerOnly:
 class OnlyOne(TrainerOnly):
     """A callback that a Trainer can have only once, because it follows the whole run."""
 
+    captures_step: ClassVar[bool] = False  # replays a training step as one CUDA graph
+
 
 @runtime_checkable
 class ReadsPastForward(Protocol):

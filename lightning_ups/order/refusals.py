@@ -1,16 +1,21 @@
 """All combinations that cannot work, as data. They raise before the first step, and ``explain`` lists them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_ups._compat.torch.compile.partitioner import heeds_memory_budget
 from lightning_ups.order.capabilities import (
     STOCK_POLICIES,
     Compilation,
+    HasCapabilities,
     OnlyOne,
     ReadsPastForward,
     capabilities_of,
@@ -19,7 +24,12 @@ from lightning_ups.order.capabilities import (
 from lightning_ups.order.run import Run, Stage, Step
 from lightning_ups.transforms.fsdp import is_sharded
 from lightning_ups.transforms.simple_fsdp import is_parametrised
+from lightning_ups.transforms.step_graph import names_read
 from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
+
+_IN_BACKWARD = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+_CONSTANTS = ("global_step", "current_epoch", "logger", "loggers")  # for a replay
+_ON_HOST = ("StepGuard", "ActivationOffload", "OptimizerOffload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +83,86 @@ _BF16_TRUE = Refusal(
         " precision='bf16-mixed', which has float32 weights."
     ),
     holds=lambda run: run.strategy.ours and run.strategy.shards and run.precision.precision == "bf16-true",
+)
+
+_LEAVE = "or leave StepGraph out."
+_CAPTURE = (
+    Refusal(
+        what=lambda run: f"StepGraph is given for a run on {_devices(run)} devices.",
+        why="It captures the step of one device.",
+        cure=f"Use devices=1, {_LEAVE}",
+        holds=lambda run: _captures(run) and _devices(run) > 1,
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given, and {type(run.module).__name__} optimizes manually.",
+        why="It captures the step that Lightning makes with automatic optimization.",
+        cure=f"Set automatic_optimization = True, {_LEAVE}",
+        holds=lambda run: _captures(run) and not run.module.automatic_optimization,
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given with {type(run.precision).__name__}, {run.precision.precision!r}.",
+        why="Its steps do more than the GPU can repeat alone, such as scaling losses.",
+        cure=f"Use precision='bf16-mixed' or BF16Precision(), {_LEAVE}",
+        holds=lambda run: _captures(run) and not _has_plain_precision(run.precision),
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given with {_graphs_of_compile(run)[0]}, which may replay CUDA graphs itself.",
+        why="One graph cannot contain the replay of another.",
+        cure="Use Compile(mode='default').",
+        holds=lambda run: _captures(run) and bool(_graphs_of_compile(run)),
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given, and torch.compile({type(run.module).__name__}) to the Trainer.",
+        why="Compiled code would contain what StepGraph records of the step.",
+        cure="Pass the module as it is, with the callback Compile(scope='model').",
+        holds=lambda run: _captures(run) and run.compiled_by_user,
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given with {_working_on_host(run)[0]}.",
+        why="Its work in each step is done by the host, which a replay leaves out.",
+        cure="Keep one of the two.",
+        holds=lambda run: _captures(run) and bool(_working_on_host(run)),
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given with detect_anomaly={run.detects_anomalies}.",
+        why="It reads each gradient on the host.",
+        cure="Leave one of the two out.",
+        holds=lambda run: _captures(run) and run.detects_anomalies,
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given, and {_hooks_inside(run)[0]} is called inside the step.",
+        why="A replay runs no Python code, so the hook would have no effect.",
+        cure=f"Move its code to on_train_batch_end, {_LEAVE}",
+        holds=lambda run: _captures(run) and bool(_hooks_inside(run)),
+    ),
+    Refusal(
+        what=lambda run: (
+            f"StepGraph is given, and training_step of {type(run.module).__name__} reads {_constants_read(run)[0]}."
+        ),
+        why="It would keep the value that it has when the step is captured.",
+        cure=f"Read it in on_train_batch_start, and keep what follows from it in a buffer, {_LEAVE}",
+        holds=lambda run: _captures(run) and bool(_constants_read(run)),
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given, and training_step of {type(run.module).__name__} takes dataloader_iter.",
+        why="A replay cannot read a loader.",
+        cure=f"Take a batch, {_LEAVE}",
+        holds=lambda run: (
+            _captures(run) and is_param_in_hook_signature(run.module.training_step, "dataloader_iter", explicit=True)
+        ),
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph needs CUDA graphs, and this run is on {run.accelerator}.",
+        why="Only a GPU can replay them.",
+        cure="Leave it out, or write StepGraph(emulate=True) to test it.",
+        holds=lambda run: _captures(run) and run.accelerator != "cuda" and not _emulates(run),
+    ),
+    Refusal(
+        what=lambda run: f"StepGraph is given with {run.strategy.name}.",
+        why="It captures the step of one device.",
+        cure=f"Use devices=1 and strategy='auto', {_LEAVE}",
+        holds=lambda run: _captures(run) and not run.strategy.on_one_device and _devices(run) == 1,
+    ),
 )
 
 REFUSALS = (
@@ -269,6 +359,7 @@ REFUSALS = (
             and bool(_wrapped(run, "FullyShardedDataParallel") or _wrapped(run, "DistributedDataParallel"))
         ),
     ),
+    *_CAPTURE,
 )
 
 
@@ -285,6 +376,11 @@ def check(run: Run) -> None:
 def refuse_second(run: Run) -> None:
     """Raise ValueError if there are two callbacks of which a Trainer can have only one."""
     _refuse(run, [_SECOND])
+
+
+def refuse_capture(run: Run) -> None:
+    """Raise ValueError if the step of ``run`` cannot be captured as one CUDA graph, but a callback would do it."""
+    _refuse(run, _CAPTURE)
 
 
 def refuse_precision(run: Run) -> None:
@@ -478,3 +574,56 @@ def _uncompiled(run: Run) -> list[str]:
     if run.strategy.whole_graph or any(step.stage is Stage.COMPILE for step in run.declarations):
         return []
     return [type(step).__name__ for step in run.declarations if step.needs_compile]
+
+
+def _captures(run: Run) -> bool:
+    return run.training and any(getattr(callback, "captures_step", False) for callback in run.callbacks)
+
+
+def _emulates(run: Run) -> bool:
+    return all(c.emulate for c in run.callbacks if getattr(c, "captures_step", False))  # type: ignore[attr-defined]
+
+
+def overridden(module: LightningModule, callbacks: Iterable[Callback], hooks: Sequence[str]) -> list[str]:
+    """Return ``hooks`` of the module and of callbacks of others, by class."""
+    owners = [(module, LightningModule), *[(c, Callback) for c in callbacks if not _is_ours(c)]]
+    return [
+        f"{type(owner).__name__}.{hook}"
+        for owner, parent in owners
+        for hook in hooks
+        if hasattr(parent, hook) and is_overridden(hook, owner, parent=parent)
+    ]
+
+
+def _is_ours(callback: Callback) -> bool:
+    return type(callback).__module__.startswith("lightning_ups.")
+
+
+def _hooks_inside(run: Run) -> list[str]:
+    inside = overridden(run.module, run.callbacks, _IN_BACKWARD)
+    return [*inside, *overridden(run.module, (), ("optimizer_zero_grad",))]
+
+
+def _constants_read(run: Run) -> list[str]:
+    return names_read(run.module, "training_step", _CONSTANTS)
+
+
+def _working_on_host(run: Run) -> list[str]:
+    return [type(callback).__name__ for callback in run.callbacks if type(callback).__name__ in _ON_HOST]
+
+
+def _graphs_of_compile(run: Run) -> list[str]:
+    return [
+        type(step).__name__
+        for step in run.declarations
+        if step.replays_cuda_graphs or getattr(step, "chooses_mode", False)
+    ]
+
+
+def _has_plain_precision(precision: Precision) -> bool:
+    if isinstance(precision, HasCapabilities):
+        plain = type(precision).__name__ in ("BF16Precision", "PolicyPrecision")
+        return plain and not capabilities_of(precision).holds_masters
+    if isinstance(precision, MixedPrecision):
+        return precision.scaler is None
+    return precision.precision in ("32-true", "bf16-true", "64-true")

@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging, ModelPruning
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
@@ -12,6 +13,7 @@ from lightning_ups.callbacks import (
     Compile,
     ExactResume,
     RunManifest,
+    StepGraph,
     StepGuard,
     TokenThroughput,
 )
@@ -20,7 +22,7 @@ from lightning_ups.order import REFUSALS, Declaration, Placement, Run, Stage, ch
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from tests.toys import Net, loader, trainer
 
-SINGLE = Placement(name="SingleDeviceStrategy", shards=False, ours=False)
+SINGLE = Placement(name="SingleDeviceStrategy", shards=False, ours=False, on_one_device=True)
 FSDP1 = Placement(name="FSDPStrategy", shards=True, ours=False)
 FSDP2 = Placement(name="FSDP2Strategy", shards=True, ours=True)
 DDP = Placement(name="DDPStrategy", shards=False, ours=False)
@@ -99,6 +101,33 @@ def exemplified():
     net = Net()
     net.example_input_array = torch.ones(2, 8)
     return net
+
+
+def captured(**changes):
+    """A run with StepGraph, on one GPU."""
+    callbacks = (StepGraph(), *changes.pop("callbacks", ()))
+    return run(**{"accelerator": "cuda", "num_devices": 1, **changes, "callbacks": callbacks})
+
+
+class Manual(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class ReadsStep(Net):
+    def training_step(self, batch, batch_idx):
+        return self.global_step
+
+
+class ReadsLoader(Net):
+    def training_step(self, dataloader_iter):
+        return None
+
+
+class Hooked(Callback):
+    def on_after_backward(self, trainer, pl_module):
+        return None
 
 
 REFUSED = {
@@ -241,6 +270,30 @@ REFUSED = {
         run(strategy=FSDP2, module=holding(FullyShardedDataParallel())),
         "inner is already wrapped for data parallelism.*let the strategy shard it",
     ),
+    "a captured step of two devices": (captured(num_devices=2), "StepGraph is given for a run on 2 devices.*devices=1"),
+    "a captured step without a GPU": (
+        captured(accelerator="cpu"),
+        "StepGraph needs CUDA graphs, and this run is on cpu",
+    ),
+    "a captured step of a strategy for many": (captured(strategy=DDP), "StepGraph is given with DDPStrategy"),
+    "a captured step that is optimized manually": (captured(module=Manual()), "Manual optimizes manually"),
+    "a captured step with masters": (
+        captured(precision=BF16Precision(weights="masters")),
+        "StepGraph is given with BF16Precision",
+    ),
+    "a graph in a graph": (captured(callbacks=(Compile(mode="auto"),)), "Compile, which may replay CUDA graphs itself"),
+    "a captured step, compiled by the user": (captured(compiled_by_user=True), "and torch.compile.Net. to the Trainer"),
+    "a captured step that the host guards": (captured(callbacks=(StepGuard(),)), "StepGraph is given with StepGuard"),
+    "anomalies in a captured step": (captured(detects_anomalies=True), "StepGraph is given with detect_anomaly=True"),
+    "a hook in a captured step": (
+        captured(callbacks=(Hooked(),)),
+        "Hooked.on_after_backward is called inside the step",
+    ),
+    "a captured step that reads its number": (captured(module=ReadsStep()), "ReadsStep reads global_step"),
+    "a captured step that reads a loader": (
+        captured(module=ReadsLoader()),
+        "training_step of ReadsLoader takes dataloader_iter",
+    ),
     "a weight that is split and read past its forward": (
         run(strategy=SPLIT, module=gpt(loss="chunked")),
         "FSDP2Strategy splits inner.head, and GPT with loss='chunked' reads its weight .*at its default",
@@ -277,6 +330,8 @@ ALLOWED = {
     "gathered in float8 outside fit": run(precision=Float8Precision(all_gather=True, emulate=True), training=False),
     "pruned whole weights": run(callbacks=(ModelPruning("l1_unstructured"),)),
     "a batch size sought on one device": run(callbacks=(BatchSizeFinder(),), num_devices=1),
+    "a captured step": captured(callbacks=(Compile(mode="default"),), precision=BF16Precision()),
+    "a captured step outside of fit": captured(accelerator="cpu", training=False),
     "one owner": run(callbacks=(Owner(),)),
     "a weight that is read past its forward, whole": run(strategy=FSDP2, module=gpt(loss="chunked")),
     "a budget, by inductor": run(callbacks=(Compile(), ActivationCheckpoint(memory_budget=0.5))),
@@ -334,7 +389,7 @@ def test_a_module_compiled_by_the_user_is_seen(tmp_path):
     assert model.seen == [False] * 3
 
 
-@pytest.mark.parametrize("kind", [TokenThroughput, StepGuard, ExactResume, RunManifest])
+@pytest.mark.parametrize("kind", [TokenThroughput, StepGuard, StepGraph, ExactResume, RunManifest])
 def test_a_second_of_these_is_refused_before_anything_is_done(tmp_path, kind):
     with pytest.raises(ValueError, match=f"Two callbacks of one class are given: {kind.__name__}. .*Keep one of them"):
         trainer(tmp_path, callbacks=[kind(), kind()]).fit(Net(), loader())

@@ -6,7 +6,6 @@ from copy import deepcopy
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from torch import Tensor
 
 from lightning_ups._compat.patches import applied
@@ -73,11 +72,6 @@ class StepLoop:
             progress.zero_grad.increment_completed()
         if steps:
             progress.step.increment_completed()
-
-
-def reads_loader(trainer: Any) -> bool:
-    """Return whether ``training_step`` takes ``dataloader_iter``."""
-    return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
 
 
 class Logged:
