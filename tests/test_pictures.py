@@ -40,6 +40,13 @@ def test_the_speedups_are_as_the_page_says():
     assert len(slow) == 3
 
 
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_the_table_of_a_gpu_is_that_of_the_raw_output(gpu):
+    zoo_results = import_module("zoo_results")
+    page = (ROOT / "docs" / "results" / f"{gpu.lower()}.md").read_text()
+    assert page == zoo_results.page(gpu), "run `PYTHONPATH=docs python -m zoo_results`"
+
+
 def test_every_picture_is_on_a_page():
     pages = "".join(path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
     assert [path.name for path in PICTURES.glob("*.svg") if f"pictures/{path.name}" not in pages] == []

@@ -1,60 +1,24 @@
 """How many times as fast each module of the zoo trains with `preset: h100`: one bar for each, from raw output."""
 
-import json
 import math
 import statistics
 from collections import defaultdict
-from pathlib import Path
-from typing import Any
 
+import zoo_results
 from pictures import svg
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-FAMILIES = {  # as they are shown
-    "Lightning's demos": "Lightning demos",
-    "convolutional": "convolutions",
-    "decoder": "decoders",
-    "encoder": "encoders",
-    "encoder-decoder": "image-text, seq2seq",
-    "equation": "operators, equations",
-    "graph": "graph networks",
-    "image and text": "image-text, seq2seq",
-    "mixture of experts": "mixtures of experts",
-    "operator": "operators, equations",
-    "segmentation and detection": "segmentation, boxes",
-    "series": "Mamba, PatchTST",
-    "state space": "Mamba, PatchTST",
-    "vision transformer": "vision transformers",
-    "ways to train": "GAN, EMA, LoRA ...",
-}
-LEFT_OUT = "2026-11-28_zoo_tenth/whole_step.jsonl"  # of code that did not stay
 WIDTH, HEIGHT, TOP, BOTTOM, LEFT = 960, 400, 84, 276, 84
 BAR, LEAST, MOST = 7.3, 0.65, 12.0
 
 
 def speedups() -> dict[str, tuple[str, float]]:
     """Return the family and the speed-up of each module, from the last call that trained both sides."""
-    steps: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    families = {}
-    for path in sorted(set(RESULTS.glob("**/*zoo*/*.jsonl")) - {RESULTS / LEFT_OUT}):
-        for record in map(json.loads, path.read_text().splitlines()):
-            if record["kind"] == "run" and record["side"] in ("stock", "preset") and not record["tiny"]:
-                families[record["line"]] = record["family"]
-                if "step_ms" in record:
-                    steps[record["line"]][record["call"]][record["side"]].append(_step(record))
     found = {}
-    for name, calls in steps.items():
-        last = max((call for call, sides in calls.items() if len(sides) == 2), default=None)
-        if last is not None:
-            found[name] = (
-                families[name],
-                statistics.fmean(calls[last]["stock"]) / statistics.fmean(calls[last]["preset"]),
-            )
+    for name, calls in zoo_results.timed().items():
+        if runs := zoo_results.last(calls, "stock", "preset"):
+            ratio = zoo_results.step_ms(runs["stock"]) / zoo_results.step_ms(runs["preset"])
+            found[name] = (runs["stock"][0]["family"], ratio)
     return found
-
-
-def _step(record: dict[str, Any]) -> float:
-    return statistics.median(record["blocks_ms"])
 
 
 def height(ratio: float) -> float:
@@ -68,7 +32,7 @@ def draw() -> str:
     median = statistics.median(ratio for _, ratio in found.values())
     families = defaultdict(list)
     for name, (family, ratio) in found.items():
-        families[FAMILIES.get(family, family)].append((ratio, name))
+        families[zoo_results.FAMILIES.get(family, family)].append((ratio, name))
     shapes = [
         svg.text(
             20, 32, f"Training speed of {len(found)} unmodified modules of other libraries", size=18, font_weight="600"

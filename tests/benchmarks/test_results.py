@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text()
-MEASURED = (ROOT / "docs" / "results" / "measured.md").read_text()
+MEASURED = "".join((ROOT / "docs" / "results" / f"{gpu}.md").read_text() for gpu in ("h100", "h200"))
 SPEEDS = ("tok_s_gpu", "tokens_per_s_per_gpu", "tok_s")
 OURS, TITAN, BARE = {"side": "ours"}, {"side": "torchtitan"}, {"side": "bare"}
 SIMPLE, FSDP2 = ({"way": way, "cache": "cold"} for way in ("SimpleFSDP", "FSDP2, blocks compiled"))
@@ -369,6 +369,22 @@ def test_the_row_of_rows_in_float8_is_that_of_the_raw_output():
     assert f"[{found[0]['tokens_per_s'] / found[1]['tokens_per_s']:.2f}x]" in gain
 
 
+def test_the_rows_of_physics_are_those_of_the_raw_output():
+    for number, file, sides in (
+        (27, "pde.jsonl", ("preset", "stock")),
+        (28, "second.jsonl", ("step_graph", "hand_compile")),
+    ):
+        (_, *cells, gain), folder = row(f"][{number}]")
+        lines = map(json.loads, (folder / file).read_text().splitlines())
+        found = {run["side"]: run for run in lines if run.get("line") == "10M_b4"}
+        for side, cell in zip(sides, cells, strict=True):
+            ((ms, gib),) = re.findall(r"([\d.]+) ms(?:, ([\d.]+) GiB)?", cell)
+            assert ms == as_told(found[side]["step_ms"], ms)
+            assert gib in ("", as_told(found[side]["peak_gib"], gib))
+        (ratio,) = re.findall(r"\[([\d.]+)x\]", gain)
+        assert ratio == as_told(found[sides[1]]["step_ms"] / found[sides[0]]["step_ms"], ratio)
+
+
 @pytest.mark.parametrize("day", ["2026-11-24", "2026-11-25"])
 def test_the_suite_was_green(day):
     folder = RESULTS / f"{day}_suite"
@@ -388,6 +404,8 @@ def test_each_row_is_held_to_something():
         "ViT-L of timm",
         "][16]",
         "][17]",
+        "][27]",
+        "][28]",
     ]
     held = [*PAIRS, *others]
     lines = rows(MEASURED)

@@ -1,0 +1,107 @@
+"""What the benchmark of unmodified modules measured, and a table of it for each GPU, from raw output.
+
+``PYTHONPATH=docs python -m zoo_results`` writes the tables into ``docs/results/h100.md`` and ``h200.md``.
+"""
+
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+LEFT_OUT = "2026-11-28_zoo_tenth/whole_step.jsonl"  # of code that did not stay
+GPUS = ("H100", "H200")
+FAMILIES = {  # as they are shown
+    "Lightning's demos": "Lightning demos",
+    "convolutional": "convolutions",
+    "decoder": "decoders",
+    "encoder": "encoders",
+    "encoder-decoder": "image-text, seq2seq",
+    "equation": "operators, equations",
+    "graph": "graph networks",
+    "image and text": "image-text, seq2seq",
+    "mixture of experts": "mixtures of experts",
+    "operator": "operators, equations",
+    "segmentation and detection": "segmentation, boxes",
+    "series": "Mamba, PatchTST",
+    "state space": "Mamba, PatchTST",
+    "vision transformer": "vision transformers",
+    "ways to train": "GAN, EMA, LoRA ...",
+}
+HEADS = [
+    *("family", "module", "stock, ms", "stock, `torch.compile`, ms", "preset, ms"),
+    *("gain over stock", "gain over `torch.compile`", "stock, GiB", "preset, GiB", "raw"),
+]
+MARK = "<!-- Below: written by `PYTHONPATH=docs python -m zoo_results`. -->\n"
+
+Record = dict[str, Any]
+Calls = dict[str, dict[str, list[Record]]]  # by call and side
+
+
+def timed() -> dict[str, Calls]:
+    """Return the runs that were timed, by module."""
+    found: dict[str, Calls] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for path in sorted(set(RESULTS.glob("**/*zoo*/*.jsonl")) - {RESULTS / LEFT_OUT}):
+        for record in map(json.loads, path.read_text().splitlines()):
+            if record["kind"] == "run" and not record["tiny"] and "step_ms" in record:
+                found[record["line"]][record["call"]][record["side"]].append(record | {"folder": path.parent.name})
+    return found
+
+
+def last(calls: Calls, *sides: str) -> dict[str, list[Record]] | None:
+    """Return the runs of the last call that has all ``sides``."""
+    return max(((call, runs) for call, runs in calls.items() if {*sides} <= {*runs}), default=("", None))[1]
+
+
+def step_ms(runs: list[Record]) -> float:
+    """Return the step time of one side: the mean over rounds of the median."""
+    return statistics.fmean(statistics.median(run["blocks_ms"]) for run in runs)
+
+
+def table(gpu: str) -> str:
+    """Return a row for each module whose last call with both stock Lightning and the preset was on ``gpu``."""
+    rows, folders, ratios = [], set(), []
+    for name, calls in timed().items():
+        runs = last(calls, "stock", "preset")
+        if runs is None or gpu not in runs["preset"][-1]["card"]:
+            continue
+        stock, preset = step_ms(runs["stock"]), step_ms(runs["preset"])
+        compiled = step_ms(runs["stock_compile"]) if "stock_compile" in runs else None
+        pair = runs if compiled else last(calls, "stock_compile", "preset")
+        over = step_ms(pair["stock_compile"]) / step_ms(pair["preset"]) if pair else None
+        gib = [f"{runs[side][-1]['peak_gib']:.2f}" for side in ("stock", "preset")]
+        folder = runs["preset"][-1]["folder"]
+        folders.add(folder)
+        ratios.append(stock / preset)
+        family = FAMILIES.get(runs["stock"][0]["family"], runs["stock"][0]["family"])
+        times = [f"{value:.3g}" if value else "" for value in (stock, compiled, preset)]
+        gains = [f"{value:.2f}x" if value else "" for value in (stock / preset, over)]
+        rows.append([family, f"`{name}`", *times, *gains, *gib, f"[{folder[5:10]}][{_part(folder)}]"])
+    shown = [column for column in range(len(HEADS)) if any(row[column] for row in rows)]
+    lines = [
+        f"{len(rows)} modules, of which the median runs {statistics.median(ratios):.2f} times as fast as with stock.\n",
+        *(f"| {' | '.join(row[column] for column in shown)} |" for row in [HEADS, ["---"] * len(HEADS), *sorted(rows)]),
+        "",
+        *(f"[{_part(folder)}]: ../../benchmarks/results/{folder}/README.md" for folder in sorted(folders)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def page(gpu: str) -> str:
+    """Return the page of ``gpu`` with its table."""
+    return _path(gpu).read_text().partition(MARK)[0] + MARK + "\n" + table(gpu)
+
+
+def _path(gpu: str) -> Path:
+    return ROOT / "docs/results" / f"{gpu.lower()}.md"
+
+
+def _part(folder: str) -> str:
+    return folder.rpartition("_")[2]
+
+
+if __name__ == "__main__":
+    for gpu in GPUS:
+        _path(gpu).write_text(page(gpu))
