@@ -17,6 +17,7 @@ from lightning_ups._compat.torch.tensors.custom_ops import define_operator
 
 _OUTPUTS, _INSTALL = "transformers.utils.output_capturing", "maybe_install_capturing_hooks"
 _MASKS = "transformers.masking_utils"
+_LOSSES = "transformers.loss.loss_utils"
 _ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 _INSTALLED = "_output_capturing_hooks_installed"
 
@@ -36,7 +37,8 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
 
     A model that returns outputs of its layers, such as router logits, installs hooks for them in its first forward,
     under a lock. They are installed now, and do nothing unless outputs are requested. The feature encoder of a speech
-    model makes its input require a gradient, which only its own gradient checkpointing needs.
+    model makes its input require a gradient, which only its own gradient checkpointing needs. A model whose class names
+    no loss, such as GPT-2's, warns as it takes the default one, which ends a graph: it is given that loss.
     """
     outputs: Any = sys.modules.get(_OUTPUTS)
     kind: Any = sys.modules["transformers"].PreTrainedModel if hasattr(outputs, _INSTALL) else ()
@@ -48,14 +50,29 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
         and vars(child).get("_requires_grad") is True
         and not vars(child).get("gradient_checkpointing")
     ]
+    known: Any = getattr(sys.modules.get(_LOSSES), "LOSS_MAPPING", None)
+    without_loss: list[Any] = [
+        model
+        for model in models
+        if known
+        and type(model).loss_function is kind.loss_function
+        and "_loss_function" not in vars(model)
+        and getattr(model, "loss_type", None) not in known
+    ]
     before = {child: {*child._forward_hooks} for model in models for child in model.modules()}
     try:
         for model in models:
-            outputs.maybe_install_capturing_hooks(model)
+            if _opens_a_collector(model):
+                outputs.maybe_install_capturing_hooks(model)
         for encoder in encoders:
             encoder._requires_grad = False
+        for model in without_loss:
+            model.loss_function = known["ForCausalLM"]
         yield
     finally:
+        for model in without_loss:
+            if model.loss_function is known["ForCausalLM"]:
+                del model._loss_function
         for encoder in encoders:
             encoder._requires_grad = True
         # A model with these hooks cannot be pickled.
@@ -65,6 +82,14 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
                     del child._forward_hooks[number]
         for model in models:
             setattr(model, _INSTALLED, False)
+
+
+def _opens_a_collector(model: nn.Module) -> bool:
+    """Return whether the forward of ``model`` opens the collector of outputs. Dynamo cannot trace a hook without it."""
+    forward: Any = type(model).forward
+    while forward is not None and forward.__globals__["__name__"] != _OUTPUTS:
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
 
 
 def is_output_hook(hook: object) -> bool:

@@ -54,6 +54,12 @@ def speech():
     }
 
 
+def decoder_without_a_named_loss():
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2)
+    tokens = torch.randint(64, (2, 8))
+    return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+
+
 def gradients(model, inputs):
     model.zero_grad()
     torch.manual_seed(1)  # for dropout
@@ -62,7 +68,7 @@ def gradients(model, inputs):
     return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("make", [experts, speech])
+@pytest.mark.parametrize("make", [experts, speech, decoder_without_a_named_loss])
 def test_one_graph_with_the_same_loss_and_gradients(make):
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -86,6 +92,27 @@ def test_one_graph_with_the_same_loss_and_gradients(make):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_layers_outside_of_what_collects_outputs_stay_in_one_graph():
+    """The decoder of this model has layers of a kind that its encoder collects outputs of."""
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16)
+    decoder = {f"decoder_{name}": size for name, size in sizes.items() if name != "image_size"}
+    config = transformers.ViTMAEConfig(**sizes, **decoder, patch_size=8)
+    model, graphs = transformers.ViTMAEForPreTraining(config), []
+    torch.compiler.reset()
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    model.compile(backend=count)
+    with ready_for_one_graph(model):
+        loss = model(torch.randn(2, 3, 16, 16)).loss
+        hidden = model(torch.randn(2, 3, 16, 16), output_hidden_states=True).hidden_states
+    assert loss.requires_grad
+    assert len(hidden) == 3
+    assert len(graphs) == 2, "one for each of the calls"
+
+
 def test_a_model_is_left_as_it_was():
     model, inputs = experts()
     with ready_for_one_graph(model):
@@ -97,3 +124,7 @@ def test_a_model_is_left_as_it_was():
     with ready_for_one_graph(model):
         assert model.hubert.feature_extractor._requires_grad is False
     assert model.hubert.feature_extractor._requires_grad is True
+    model, _ = decoder_without_a_named_loss()
+    with ready_for_one_graph(model):
+        assert model.loss_function is transformers.loss.loss_utils.LOSS_MAPPING["ForCausalLM"]
+    assert "_loss_function" not in vars(model)
