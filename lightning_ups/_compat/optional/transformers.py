@@ -42,7 +42,9 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
     """
     outputs: Any = sys.modules.get(_OUTPUTS)
     kind: Any = sys.modules["transformers"].PreTrainedModel if hasattr(outputs, _INSTALL) else ()
-    models = [child for child in module.modules() if isinstance(child, kind) and not vars(child).get(_INSTALLED)]
+    models: list[Any] = [
+        child for child in module.modules() if isinstance(child, kind) and not vars(child).get(_INSTALLED)
+    ]
     encoders: list[Any] = [
         child
         for child in module.modules()

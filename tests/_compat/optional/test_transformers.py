@@ -94,9 +94,9 @@ def test_one_graph_with_the_same_loss_and_gradients(make):
 
 def test_layers_outside_of_what_collects_outputs_stay_in_one_graph():
     """The decoder of this model has layers of a kind that its encoder collects outputs of."""
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16)
-    decoder = {f"decoder_{name}": size for name, size in sizes.items() if name != "image_size"}
-    config = transformers.ViTMAEConfig(**sizes, **decoder, patch_size=8)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    decoder = {f"decoder_{name}": size for name, size in sizes.items()}
+    config = transformers.ViTMAEConfig(**sizes, **decoder, image_size=16, patch_size=8)
     model, graphs = transformers.ViTMAEForPreTraining(config), []
     torch.compiler.reset()
 
