@@ -11,7 +11,7 @@ COLUMNS = 124
 STYLES = (  # as the commands print them, for which a file has no colors
     (r"^\$ .*", "bold green"),
     (r"^[a-z][a-z ]+$|^[a-z]+(?: next)?(?=  )", "bold"),
-    (r"(?<=  )yes(?=  )|(?<=  )nothing$", "green"),
+    (r"(?<=  )yes(?=  )|(?<=  )nothing$|verify: passed|\+[\d.]+%", "green"),
     (r"(?<=  )no(?=  )|\bnot installed\b", "yellow"),
     (r"\blimited\b", "cyan"),
 )
