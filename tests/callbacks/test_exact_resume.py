@@ -546,6 +546,16 @@ def test_a_run_that_max_steps_stopped_within_an_epoch_goes_on_in_that_epoch(tmp_
     assert [*first, *resumed, *third] == whole
 
 
+def test_the_checkpoint_that_a_run_resumes_from_is_not_saved_again_within_the_next_step(tmp_path):
+    options = {"every": 2, "accumulate_grad_batches": 2, "max_epochs": 1}
+    whole = run(tmp_path, stock(Rows(40)), **options)
+    path = tmp_path / "c" / "step=2.ckpt"
+    saved = path.read_bytes()
+    for seed in (98, 99):
+        assert run(tmp_path, stock(Rows(40)), ckpt_path=path, seed=seed, **options) == whole[4:]
+        assert path.read_bytes() == saved
+
+
 class AmidAStep(Callback):
     """Saves in a hook that comes before the step of a batch, or within it."""
 

@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
+from lightning_ups._compat.lightning.checkpoints import keep_resumed_checkpoint
 from lightning_ups._compat.lightning.fit_loop import (
     batches_taken,
     begin_epoch_anew,
@@ -354,6 +355,8 @@ class Connection:
             self._name_what_lightning_changes()
         if self._resumption.begin():
             begin_epoch_anew(self._trainer)
+        if self._positioned:
+            keep_resumed_checkpoint(self._trainer)
         trainer, taken = self._trainer, self._resumption.taken
         total = f" of {trainer.num_training_batches}" if isfinite(trainer.num_training_batches) else ""
         return f"ExactResume: continues with batch {taken + 1}{total} of epoch {trainer.current_epoch}" if taken else ""
