@@ -46,7 +46,8 @@ def test_the_recorded_peaks(plan):
 def test_the_page_has_the_recorded_peaks(plan):
     page = (BENCHMARKS.parent / "docs" / "guides" / "plan.md").read_text()
     rows = re.findall(r"^\| (.+) \| ([\d.]+) \| ([\d.]+) \| ([-+][\d.]+%) \| (yes|no) \|$", page, flags=re.MULTILINE)
-    assert [name for name, *_ in rows] == [*plan.recorded()]
+    assert f"plans {len(plan.recorded())} GPTs" in page
+    assert f"{len(plan.recorded()) - len(rows)} are within 0.4 %" in page
     for name, planned, measured, error, seen in rows:
         assert float(measured) == plan.recorded()[name][1]
         assert error == f"{float(planned) / float(measured) - 1:+.2%}"
