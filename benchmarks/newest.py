@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--torch", metavar="VERSION", help="default: the newest")
     parser.add_argument("--lightning", metavar="VERSION", help="default: the newest")
     parser.add_argument("--python-environment", type=Path, metavar="PATH", help="use this one, and install nothing")
-    parser.add_argument("--tests", nargs="+", metavar="TEST", help="only these, as pytest reads them")
+    parser.add_argument("--tests", type=shlex.split, metavar="WORDS", help="what pytest gets, such as '-m slow tests'")
     parser.add_argument("--workers", type=int, default=2, help="processes of tests")
     parser.add_argument("--limit", type=float, default=3600, help="seconds that an installation or a part may take")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the result is kept as JSON")

@@ -2,6 +2,7 @@
 
 from lightning_ups.transforms.compile.advice import advice_for_one_graph, advice_if_uncompiled
 from lightning_ups.transforms.compile.cache import CacheFile
+from lightning_ups.transforms.compile.cache_folder import prune, user_folder
 from lightning_ups.transforms.compile.compiler import (
     Compiled,
     Compiler,
@@ -44,7 +45,9 @@ __all__ = [
     "is_compiled",
     "large_cross_entropies",
     "prepared",
+    "prune",
     "refuse_compiled",
     "repeated_backward",
+    "user_folder",
     "uses_only_loss",
 ]

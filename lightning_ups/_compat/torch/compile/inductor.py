@@ -1,8 +1,10 @@
 """Settings of inductor without public names, each set while a context is open."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import fx
@@ -13,6 +15,31 @@ from lightning_ups._compat.patches import applied
 GraphKind = Literal["joint", "apart"]
 
 _ALIGNED = 16  # elements of two bytes: more than the widest load
+
+
+_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def chosen_cache_folder() -> str | None:
+    """Return the folder of compiled programs that the environment names; inductor also sets the variables itself."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    values = (os.environ.get(name) for name in _FOLDERS)
+    return next((value for value in values if value and not value.startswith(default_cache_dir())), None)
+
+
+@contextmanager
+def cache_folder(folder: Path) -> Iterator[None]:
+    """Keep compiled programs in ``folder`` while the context is open."""
+    before = {name: os.environ.pop(name, None) for name in _FOLDERS}
+    os.environ[_FOLDERS[0]] = str(folder)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def combined_kernels() -> AbstractContextManager[None]:
