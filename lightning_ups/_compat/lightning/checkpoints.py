@@ -86,16 +86,6 @@ def kept_checkpoints(trainer: Trainer) -> list[Path]:
     return _by_age(path for name in sorted(names | _on_exception(trainer)) if name and (path := Path(name)).exists())
 
 
-def keep_resumed_checkpoint(trainer: Trainer) -> None:
-    """Do not save the step again from which a run resumes.
-
-    Lightning forgets that this step was saved. While gradients accumulate, it would replace the checkpoint by one that
-    is saved within the next step.
-    """
-    for each in _savers(trainer):
-        each._last_global_step_saved = each._last_global_step_saved or trainer.global_step
-
-
 def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
     return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 

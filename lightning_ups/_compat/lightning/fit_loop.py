@@ -195,3 +195,14 @@ def leaves_no_files(trainer: Any) -> bool:
     # The Tuner starts a fit whose first callback runs the trials, and then ends it.
     tunes = any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
     return bool(trainer.fast_dev_run or trainer.barebones or trainer.sanity_checking or tunes)
+
+
+def keep_resumed_checkpoint(trainer: Any) -> None:
+    """Let no ModelCheckpoint save the step again from which a run resumes.
+
+    Lightning forgets that this step was saved. While gradients accumulate, it would replace the checkpoint by one that
+    is saved within the next step.
+    """
+    for each in trainer.checkpoint_callbacks:
+        if vars(each).get("_last_global_step_saved") == 0:
+            each._last_global_step_saved = trainer.global_step

@@ -8,7 +8,6 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from lightning_ups._compat.lightning.checkpoints import keep_resumed_checkpoint
 from lightning_ups._compat.lightning.fit_loop import (
     batches_taken,
     begin_epoch_anew,
@@ -20,6 +19,7 @@ from lightning_ups._compat.lightning.fit_loop import (
     is_before_validation,
     is_epoch_over,
     is_within_step,
+    keep_resumed_checkpoint,
     reloads_unlike,
     restarted_loaders,
     set_batches_taken,
