@@ -1,6 +1,6 @@
 """Saves and loads checkpoints of all sharding strategies."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,12 +21,16 @@ from lightning_ups._compat.lightning.checkpoints import (
     ask_strategy_for_last,
     checkpoint_folders,
     last_checkpoints,
+    names_of_checkpoints,
+    own_folder,
 )
 from lightning_ups._compat.lightning.sharding import regroup, regroups
 from lightning_ups.order import PolicyPrecision, applied
 from lightning_ups.state.checkpoint import (
+    ABANDONED_S,
     MODELS,
     Saver,
+    Signature,
     claim,
     clean,
     damage_told,
@@ -42,6 +46,7 @@ from lightning_ups.state.checkpoint import (
     newer,
     newest,
     numbered,
+    one_at_a_time,
     resolve,
     save_sharded,
     save_whole,
@@ -62,7 +67,6 @@ _APART = (
     LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE,
 )
 _REQUEUED = "hpc_ckpt"  # Lightning saves it when SLURM ends the job, and requeues the job at once
-_ABANDONED_S = 2 * 3600.0  # a checkpoint in progress changes more often: ranks wait for one another for an hour at most
 _GRACE_S = 60.0  # for a save in progress when training fails
 
 
@@ -101,7 +105,7 @@ class Checkpoints:
         self._connection: Connection | None = None
         self._blocked_s: list[float] = []
         self._gathered: list[ref[Tensor]] = []  # what `module_state` has last gathered on this rank
-        self._claims: dict[Path, Path] = {}  # claims of this run, by directory
+        self._claims: dict[Path, Signature] = {}  # claims of this run, by directory
         self._given: dict[str, Any] = {}  # the module state that `load` returned
         self._read_later: Path | None = None
 
@@ -116,18 +120,30 @@ class Checkpoints:
         Raises:
             ValueError: On every rank.
         """
-        reasons = {place: reason for place in self._places() if (reason := unwritable(place))}
-        for place, reason in self._strategy.broadcast(reasons).items():
-            raise ValueError(
-                f"No checkpoint could be saved in {place}: {reason}. Give ModelCheckpoint another dirpath, or the"
-                " Trainer another default_root_dir, or make it writable."
-            )
+        reasons: list[str] = []
+        for place, callbacks in self._places().items():
+            if reason := unwritable(place):
+                reasons.append(
+                    f"No checkpoint could be saved in {place}: {reason}. Give ModelCheckpoint another dirpath, or the"
+                    " Trainer another default_root_dir, or make it writable."
+                )
+            elif self._strategy.is_global_zero and (names := names_of_checkpoints(callbacks)):
+                with suppress(OSError):  # the first save raises the error
+                    if other := self._claim(place, names=names):
+                        reasons.append(
+                            f"{place} is used by another run, whose checkpoints have the same names: {other}."
+                            f" {own_folder(self._trainer, callbacks[0], place)}"
+                        )
+        for reason in self._strategy.broadcast(reasons):
+            raise ValueError(reason)
 
-    def _places(self) -> Iterator[Path]:
+    def _places(self) -> dict[Path, list[Any]]:
+        places: dict[Path, list[Any]] = {}
         for callback in [] if self._trainer.fast_dev_run else self._trainer.checkpoint_callbacks:  # type: ignore[attr-defined]
             saves = getattr(callback, "save_top_k", None) != 0 or getattr(callback, "save_last", None)
             if saves and (place := getattr(callback, "dirpath", None)):
-                yield self._local(place, None)
+                places.setdefault(self._local(place, None), []).append(callback)
+        return places
 
     def follow(self, trainer: Trainer) -> None:
         """Follow the training data, so that a run can resume within an epoch, unless a callback does that."""
@@ -175,7 +191,10 @@ class Checkpoints:
         path = self._local(self._strategy.broadcast(path), storage_options)
         if self._strategy.is_global_zero and not self._is_outside_a_run():
             with suppress(OSError):  # the save itself raises the error
-                self._claim(path.parent)
+                if path.parent in self._claims:
+                    self._claims[path.parent].renew()
+                elif other := self._claim(path.parent, names=[path.name]):
+                    rank_zero_warn(f"{path} is also saved by another run: {other}. Give one of them another path.")
         if self._connection is not None and "optimizer_states" in checkpoint:
             checkpoint[RESUME_KEY] = self._connection.state()
         if models := described(self._module):
@@ -309,35 +328,42 @@ class Checkpoints:
         """Delete a checkpoint, once the one in progress is complete."""
         self._saver.remove(Path(path))
 
-    def _claim(self, directory: Path) -> None:
-        """Warn if another run saves into ``directory``, and delete what killed runs left half written there."""
-        is_first = directory not in self._claims
+    def _claim(self, directory: Path, *, names: Sequence[str]) -> str | None:
+        """Claim ``directory`` for checkpoints of these names, and delete what killed runs left half written there.
+
+        Returns:
+            The running process that has claimed some of these names. Then nothing is claimed.
+        """
         make(directory)
-        self._claims[directory] = claim(directory)
-        if not is_first:
-            return
-        others = [*neighbors(directory)]
+        with one_at_a_time(directory):
+            others = [*neighbors(directory)]
+            same = [other for other in others if {*names} & {*map(str, other.claim.names)}]
+            if alive := [other for other in same if other.is_alive]:
+                return str(alive[0])
+            self._claims[directory] = claim(directory, names=names)
         for other in others:
             if other.is_alive is False:
                 other.file.unlink(missing_ok=True)
-                continue
-            sure = "is used by another run" if other.is_alive else "may be used by another run, on another machine"
-            rank_zero_warn(
-                f"{directory} {sure}: {other.claim}. Two runs overwrite and delete each other's checkpoints."
-                " Give one of them another dirpath."
-            )
+        for other in same:
+            if other.is_alive is None:
+                rank_zero_warn(
+                    f"{directory} may be used by another run, on another machine: {other}. Two runs would overwrite and"
+                    " delete each other's checkpoints. If it still runs, give one of them another dirpath."
+                )
         is_ours = others and all(other.is_alive is False for other in others)
-        deleted = clean(directory, unchanged_s=0.0 if is_ours else _ABANDONED_S)
+        deleted = clean(directory, unchanged_s=0.0 if is_ours else ABANDONED_S)
         if deleted:
             rank_zero_info(
                 f"{directory}: deleted {sum(deleted.values()) / 1e9:.2f} GB that a killed run had left half written:"
                 f" {', '.join(sorted(deleted))}."
             )
+        return None
 
     def _unclaim(self) -> None:
-        for file in self._claims.values():
+        for directory, signature in self._claims.items():
             with suppress(OSError):
-                file.unlink()
+                signature.remove()
+                directory.rmdir()  # if nothing was saved
         self._claims = {}
 
     def _is_outside_a_run(self) -> bool:

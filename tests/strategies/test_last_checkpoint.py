@@ -6,7 +6,10 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from lightning_ups.state.checkpoint import (
     SavedWeights,
     Saver,
     claim,
+    claims,
     folder,
     is_complete,
     meta,
@@ -28,7 +32,7 @@ from lightning_ups.state.checkpoint import (
     resolve,
 )
 from lightning_ups.strategies import FSDP2Strategy
-from tests.toys import Net
+from tests.toys import Net, loader
 
 OPERATIONS = {"fsync", "open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.truncate"}
 STARTING = threading.Lock()
@@ -175,7 +179,7 @@ def test_a_death_before_any_operation_leaves_the_newest_whole_one_as_the_last(tm
         assert numbers[-1] or before is None, f"dead before {operations[death]}: {sorted(os.listdir(path))}"
         after(path, 2)
         assert number_in(last_of(trainer)) == 2, "and the next save is the last"
-        claim(path).unlink()
+        claim(path).remove()
         folder.clean(path, unchanged_s=0)
         left = {entry.name for entry in path.iterdir()}
         assert left <= {"last.ckpt", "step=1.ckpt", "step=2.ckpt"}, f"dead before {operations[death]}"
@@ -290,9 +294,9 @@ def test_debris_is_deleted_and_other_runs_are_named(tmp_path, processes, caplog,
     fit = trainer_of(tmp_path)
     fit.strategy.connect(Net())
     fit.strategy.lightning_module.trainer = fit
-    fit.strategy.checkpoints._claim(tmp_path)
+    fit.strategy.checkpoints.check_places()
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".run")} == {"last.ckpt"}
-    assert [*neighbors(tmp_path)] == []
+    assert len([*tmp_path.glob(".run*")]) == 1, "only its own"
     assert newest(tmp_path) == tmp_path / "last.ckpt"
 
 
@@ -301,28 +305,150 @@ def die_claimed(path, name, death):
     die_in(lambda path, number: save(path / name, number), path, 2, death, None)
 
 
-def test_another_run_is_named_and_what_it_writes_is_left_alone(tmp_path, processes):
-    ready, go = processes.Event(), processes.Event()
-    child = processes.Process(target=hold, args=(tmp_path, ready, go))
+def connected(path, **options):
+    fit = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=FSDP2Strategy(),
+        callbacks=[ModelCheckpoint(path, **options)],
+        logger=False,
+        max_epochs=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    fit.strategy.connect(Net())
+    fit.strategy.lightning_module.trainer = fit
+    return fit
+
+
+@pytest.fixture
+def other(tmp_path, processes):
+    """Start a run that writes ``step=1.ckpt``, and return its process and what lets it end."""
+    here, there = processes.Pipe()
+    child = processes.Process(target=hold, args=(tmp_path, there))
     child.start()
-    try:
-        assert ready.wait(60)
-        checkpoints = FSDP2Strategy().checkpoints
-        with pytest.warns(UserWarning, match=f"is used by another run: process {child.pid} on "):
-            checkpoints._claim(tmp_path)
-        assert (tmp_path / "step=1.ckpt" / "incomplete").exists()
-        checkpoints._claim(tmp_path)  # once is enough
-        checkpoints._unclaim()
-    finally:
-        go.set()
+    there.close()
+    here.recv()
+
+    def end():
+        here.close()
         child.join()
-    assert is_complete(tmp_path / "step=1.ckpt")
+
+    yield child, end
+    end()
 
 
-def hold(path, ready, go):
-    claim(path)
+def hold(path, pipe):
+    connected(path, filename="one").strategy.checkpoints.check_places()
     draft = folder.begin(path / "step=1.ckpt")
-    ready.set()
-    go.wait(60)
+    pipe.send(None)
+    with suppress(EOFError):
+        pipe.recv()
     (draft.folder / "data").touch()
     folder.finish(draft, files={}, facts={})
+
+
+def test_a_run_with_the_names_of_another_is_refused_before_the_first_step(tmp_path, other, processes):
+    child, end = other
+    first, steps = fitted(tmp_path, processes)
+    assert f"{tmp_path} is used by another run, whose checkpoints have the same names: process {child.pid} on" in first
+    assert f"Use ModelCheckpoint(dirpath='{tmp_path}-2'), or --trainer.callbacks.ModelCheckpoint.dirpath" in first
+    assert steps == 0
+    assert (tmp_path / "step=1.ckpt" / "incomplete").exists()
+    end()
+    assert is_complete(tmp_path / "step=1.ckpt")
+    assert fitted(tmp_path, processes) == ("", 3)
+    assert [*tmp_path.glob(".run*")] == []
+    assert is_complete(tmp_path / "one.ckpt")
+
+
+def fitted(path, processes):
+    """Return the error of a run with checkpoints in ``path``, and the number of its steps."""
+    here, there = processes.Pipe()
+    child = processes.Process(target=fit_and_tell, args=(path, there))
+    child.start()
+    there.close()
+    found = here.recv()
+    child.join()
+    return found
+
+
+def fit_and_tell(path, pipe):
+    model, error = Net(), ""
+    try:
+        connected(path, filename="one").fit(model, loader())
+    except ValueError as raised:
+        error = str(raised)
+    pipe.send((error, len(model.seen or ())))
+
+
+def test_a_run_with_other_names_trains_beside_it(tmp_path, other):
+    child, end = other
+    checkpoints = connected(tmp_path, filename="two").strategy.checkpoints
+    checkpoints.check_places()
+    assert (tmp_path / "step=1.ckpt" / "incomplete").exists()
+    save(tmp_path / "two.ckpt", 1)
+    with pytest.raises(RuntimeError, match=f"by another run: process {child.pid} on .*own folder in place of"):
+        save(tmp_path / "step=1.ckpt", 2)
+    with pytest.warns(UserWarning, match="not deleted"):
+        folder.remove(tmp_path / "step=1.ckpt")
+    checkpoints.close()
+    end()
+    assert is_complete(tmp_path / "step=1.ckpt")
+    save(tmp_path / "step=1.ckpt", 2)
+    assert {name for name in os.listdir(tmp_path) if not name.startswith(".run")} == {"step=1.ckpt", "two.ckpt"}
+
+
+def test_the_draft_of_a_killed_run_is_deleted_at_once(tmp_path, other):
+    child, _ = other
+    os.kill(child.pid, signal.SIGKILL)
+    wait([child.sentinel], 60)  # not reaped: it may be a zombie
+    connected(tmp_path, filename="two").strategy.checkpoints.check_places()
+    assert not (tmp_path / "step=1.ckpt").exists()
+    save(tmp_path / "step=1.ckpt", 2)
+
+
+def test_starts_at_once_leave_one_run(tmp_path, processes):
+    results = processes.Queue()
+    children = [processes.Process(target=start_and_tell, args=(tmp_path, results)) for _ in range(3)]
+    for child in children:
+        child.start()
+    outcomes = [results.get(timeout=60) for _ in children]
+    for child in children:
+        child.kill()
+        child.join()
+    assert sorted(outcomes) == ["refused", "refused", "runs"]
+
+
+def start_and_tell(path, results):
+    try:
+        connected(path).strategy.checkpoints.check_places()
+        results.put("runs")
+    except ValueError:
+        results.put("refused")
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_draft_of_another_machine_is_left_alone_unless_it_is_old(tmp_path, saving, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    if saving:
+        save(path, 1)
+    monkeypatch.setattr(claims, "_own", lambda own=claims._own: replace(own(), host="node7", system="another boot"))
+    draft = folder.begin(path)
+    monkeypatch.undo()
+    os.close(draft.signature.descriptor)
+    past = time.time() - 1800
+    os.utime(draft.folder / "incomplete", (past, past))
+    os.utime(draft.folder, (past, past))
+    assert folder.clean(tmp_path, unchanged_s=0) == {}
+    if saving:
+        save(path, 2)
+        assert number_in(path) == 2
+        assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "last.ckpt.saving"]
+    else:
+        with pytest.raises(RuntimeError, match=rf"process \d+ on node7.*last seen 30 min ago.*rm -r {path}"):
+            save(path, 2)
+    monkeypatch.setattr(folder, "ABANDONED_S", 1700)
+    save(path, 2)
+    assert os.listdir(tmp_path) == ["last.ckpt"]

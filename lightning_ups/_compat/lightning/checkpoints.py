@@ -1,5 +1,6 @@
 """Finds checkpoints for ``ckpt_path="last"``, and rolls back to a checkpoint within a fit."""
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
@@ -33,6 +34,25 @@ def checkpoint_folders(trainer: Trainer) -> dict[Path, bool]:
         if "://" not in folder:
             found[Path(folder)] = found.get(Path(folder), False) or bool(callback.save_last)
     return found
+
+
+def names_of_checkpoints(callbacks: Iterable[Any]) -> list[str]:
+    """Return the names that each ModelCheckpoint gives to its checkpoints, before numbers are filled in."""
+    savers = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
+    last = {each.CHECKPOINT_NAME_LAST for each in savers if each.save_last}
+    return sorted(last | {each.filename or "{epoch}-{step}" for each in savers if each.save_top_k != 0})
+
+
+def own_folder(trainer: Trainer, callback: Any, place: Path) -> str:
+    """Return how to give this run its own folder, where ``callback`` would save to ``place``."""
+    root, logger = Path(trainer.default_root_dir), trainer.logger
+    if logger is None and place == root / "checkpoints":
+        own = f"{root}-2"
+        return f"Use Trainer(default_root_dir={own!r}), or --trainer.default_root_dir {shlex.quote(own)}."
+    if logger is not None and place.parent.parent == Path(logger.save_dir or root, str(logger.name)):
+        return f"Start again: {type(logger).__name__} takes the next version, unless it is given one."
+    name, own = type(callback).__name__, f"{place.absolute()}-2"
+    return f"Use {name}(dirpath={own!r}), or --trainer.callbacks.{name}.dirpath {shlex.quote(own)}."
 
 
 @cache

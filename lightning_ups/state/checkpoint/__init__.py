@@ -1,6 +1,6 @@
 """Checkpoints with torch's distributed checkpointing (DCP): saving, loading, and the folder format."""
 
-from lightning_ups.state.checkpoint.claims import claim, neighbors
+from lightning_ups.state.checkpoint.claims import Signature, claim, neighbors, one_at_a_time
 from lightning_ups.state.checkpoint.consolidation import (
     SavedWeights,
     check_file,
@@ -9,6 +9,7 @@ from lightning_ups.state.checkpoint.consolidation import (
     write_safetensors,
 )
 from lightning_ups.state.checkpoint.folder import (
+    ABANDONED_S,
     clean,
     damaged,
     has_checksums,
@@ -29,9 +30,11 @@ from lightning_ups.state.checkpoint.saving import MODELS, described, gathered, n
 from lightning_ups.state.checkpoint.state import named_state
 
 __all__ = [
+    "ABANDONED_S",
     "MODELS",
     "SavedWeights",
     "Saver",
+    "Signature",
     "check_file",
     "claim",
     "clean",
@@ -53,6 +56,7 @@ __all__ = [
     "newest",
     "newest_within",
     "numbered",
+    "one_at_a_time",
     "remove",
     "resolve",
     "rest_of",

@@ -9,6 +9,10 @@ finds them, and `settle` restores the path before anybody looks for it. Renames 
 swapping two folders atomically is not supported by NFS, Lustre and FUSE. A folder to be deleted is first renamed to
 ``.removing``, so that a partial checkpoint never has the name of a checkpoint.
 
+Note [Two runs in one folder]. The file ``incomplete`` names the process that writes, and is locked by it. A draft is
+deleted only if that process has ended. If it ran on another machine, where nobody knows, its draft must not have
+changed for two hours. Until then a run that replaces the same checkpoint writes its own draft, ``.saving2``.
+
 Note [What a power loss leaves behind]. A file system may write renames and deletions to the disk in another order than
 they were made. Everything that completes or renames a checkpoint, including directory entries, is therefore synced to
 the disk before the checkpoint that it replaces is deleted.
@@ -16,13 +20,14 @@ the disk before the checkpoint that it replaces is deleted.
 
 import json
 import os
+import shlex
 import shutil
 import time
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,15 +47,17 @@ from lightning_ups.state.checkpoint.checksums import (
     damage,
     from_json,
 )
+from lightning_ups.state.checkpoint.claims import Signature, is_locked, lock, owner, sign
 
 FORMAT = 2
 UNVERIFIED = 1  # the format whose checksums are computed in another way, and not verified
 MARKER = "complete.json"
 META = "meta.pt"  # same name as in Lightning's ModelParallelStrategy
 _STARTED = "incomplete"
-_SAVING, _PREVIOUS, _REMOVING = ".saving", ".previous", ".removing"
+ABANDONED_S = 2 * 3600.0  # a checkpoint in progress changes more often: ranks wait for one another for an hour at most
+_SAVING, _SECOND_SAVING, _PREVIOUS, _REMOVING = ".saving", ".saving2", ".previous", ".removing"
 _WRITING = ".writing"  # suffix of a single file until it is complete and renamed
-_SUFFIXES = (_SAVING, _PREVIOUS, _REMOVING, _WRITING)
+_SUFFIXES = (_SAVING, _SECOND_SAVING, _PREVIOUS, _REMOVING, _WRITING)
 _NAME_IN_ZIP = 30  # offset of the name of the first entry
 _TENSORS = ".distcp"
 _DEEPEST = 4  # from trainer.default_root_dir: lightning_logs/version_0/checkpoints/last.ckpt
@@ -62,6 +69,11 @@ class Draft:
 
     path: Path
     folder: Path
+    signature: Signature | None = None  # of the process that writes
+
+
+class HeldError(FileExistsError):
+    """Another run is writing the same checkpoint."""
 
 
 def unwritable(path: Path) -> str | None:
@@ -77,6 +89,7 @@ def begin(path: Path) -> Draft:
     """Prepare a folder for a checkpoint at ``path``, without touching a complete one at that path.
 
     Raises:
+        HeldError: If another run is writing a checkpoint to the same path.
         FileExistsError: If there is a folder with other content.
     """
     make(path.parent)
@@ -84,11 +97,28 @@ def begin(path: Path) -> Draft:
     taken = path.is_symlink() or path.is_file() or is_complete(path) or _may_be_stock(path)
     if not taken and path.exists():
         _check_ours(path)
-        _delete(path)  # left by a killed run
-    draft = Draft(path, _beside(path, _SAVING) if taken else path)
-    draft.folder.mkdir()
-    (draft.folder / _STARTED).write_text("This checkpoint is being written, or its writer died.\n")
-    return draft
+        if holder(path) is None:
+            _delete(path)  # left by a killed run
+    drafts = [_beside(path, _SAVING), _beside(path, _SECOND_SAVING)] if taken else [path]
+    free = next((draft for draft in drafts if not draft.exists()), None)
+    if free is None:
+        raise HeldError(
+            f"{drafts[0]} is being written by another run: {holder(drafts[0])}. If that run has ended, delete it:"
+            f" rm -r {shlex.quote(str(drafts[0]))}"
+        )
+    free.mkdir()
+    return Draft(path, free, sign(free / _STARTED))
+
+
+def holder(path: Path) -> str | None:
+    """Return which other run may still write the unfinished checkpoint at ``path``, or None if none does."""
+    if not path.is_dir():
+        return "a process with a lock on it" if path.is_file() and is_locked(path) else None
+    other = owner(path / _STARTED)
+    if other is None or other.is_alive is False:
+        return None
+    other = replace(other, unchanged_s=time.time() - _nbytes_and_change(path)[1])
+    return str(other) if other.is_alive or other.unchanged_s < ABANDONED_S else None
 
 
 def finish(draft: Draft, *, files: Mapping[str, bytes], facts: dict[str, Any]) -> None:
@@ -115,6 +145,8 @@ def mark(draft: Draft, facts: dict[str, Any], *, sums: Mapping[str, int]) -> Non
     marker["checksum"] = _sum_of(marker)
     _write(draft.folder / MARKER, json.dumps(marker, indent=1).encode())
     (draft.folder / _STARTED).unlink()
+    if draft.signature is not None:
+        draft.signature.release()
     _sync(draft.folder)
 
 
@@ -149,8 +181,11 @@ def write_file(path: Path, content: Any) -> None:
     if is_folder:
         _check_ours(path)
     writing = _beside(path, _WRITING)
+    if held := holder(writing):
+        raise HeldError(f"{path} is being written by another run: {held}")
     try:
         with writing.open("wb") as file:
+            lock(file.fileno())
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
@@ -190,6 +225,8 @@ def discard(draft: Draft) -> None:
     """Delete a draft that will not be completed; nothing else is touched."""
     if draft.folder.exists():
         _delete(draft.folder)
+    if draft.signature is not None:
+        draft.signature.release()
 
 
 def remove(path: Path) -> None:
@@ -201,7 +238,12 @@ def remove(path: Path) -> None:
         return
     is_folder = path.is_dir() and not path.is_symlink()
     is_ours = is_folder or path.is_symlink() or path.suffix == ".ckpt" or meta.is_zip(path)
-    if ".." in path.parts or not is_ours or (is_folder and any(path.iterdir()) and not holds_part(path)):
+    if (
+        ".." in path.parts
+        or not is_ours
+        or (is_folder and any(path.iterdir()) and not holds_part(path))
+        or holder(path)
+    ):
         warnings.warn(f"{path} is not deleted: it is not a checkpoint of this run.", stacklevel=2)
     else:
         _delete(path)
@@ -233,7 +275,8 @@ def located(path: Path) -> Path | None:
     """Return where the complete checkpoint for ``path`` is, or None. After a kill it may be next to the path."""
     if not path.name:
         return path if is_complete(path) else None
-    return next(filter(is_complete, (_beside(path, _SAVING), path, _beside(path, _PREVIOUS))), None)  # newest first
+    beside = [_beside(path, suffix) for suffix in (_SAVING, _SECOND_SAVING, _PREVIOUS)]
+    return next(filter(is_complete, (*beside[:2], path, beside[2])), None)  # newest first
 
 
 def settle(directory: Path) -> None:
@@ -253,7 +296,8 @@ def clean(directory: Path, *, unchanged_s: float) -> dict[str, int]:
 
     Args:
         directory: A directory of checkpoints.
-        unchanged_s: Only what has not changed for this long is deleted.
+        unchanged_s: Only what has not changed for this long is deleted, unless its writer is known to have ended. What
+            another run may still write stays anyway.
     """
     settle(directory)
     before = {name: _left(directory / name) for name in _leftovers(directory)}
@@ -264,7 +308,9 @@ def clean(directory: Path, *, unchanged_s: float) -> dict[str, int]:
     for name, left in before.items():
         with suppress(OSError):  # for example, of another user: harmless
             nbytes, changed = zip(*map(_nbytes_and_change, left), strict=True)
-            if time.time() - max(changed) < unchanged_s:
+            writers = [owner(each / _STARTED) for each in left]
+            ended = any(writer is not None and writer.is_alive is False for writer in writers)
+            if any(map(holder, left)) or (time.time() - max(changed) < unchanged_s and not ended):
                 continue
             _settle(directory / name)
             if _is_unfinished(directory / name):
@@ -324,12 +370,12 @@ def _whole(directory: Path) -> Iterator[Path]:
 
 def _settle(path: Path) -> None:
     # A run killed between the marker and the second rename left a complete draft: it takes its place now.
-    saving, previous = _beside(path, _SAVING), _beside(path, _PREVIOUS)
-    if saving.exists():
+    for saving in (_beside(path, _SAVING), _beside(path, _SECOND_SAVING)):
         if located(path) == saving:
             take_place(Draft(path, saving))
-        else:
+        elif saving.exists() and holder(saving) is None:
             _delete(saving)
+    previous = _beside(path, _PREVIOUS)
     if previous.is_symlink() or previous.exists():
         if path.exists() and located(path) == previous:  # the newer one was damaged since
             _delete(path)
@@ -340,7 +386,8 @@ def _settle(path: Path) -> None:
     removing = _beside(path, _REMOVING)
     if removing.exists():
         shutil.rmtree(removing)
-    _beside(path, _WRITING).unlink(missing_ok=True)
+    if holder(writing := _beside(path, _WRITING)) is None:
+        writing.unlink(missing_ok=True)
 
 
 def holds_part(path: Path) -> bool:

@@ -288,7 +288,9 @@ class Saver:
         full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
         kept = f"The newest whole checkpoint is {last}." if last else "There is no whole checkpoint."
         cure = "Free space on that disk" if full else "Remove the cause, which stands above"
-        if getattr(error, "errno", None) == errno.EEXIST or "No such file or directory" in str(error):
+        if isinstance(error, folder.HeldError):
+            cure = f"Give each run its own folder in place of {path.parent}"
+        elif getattr(error, "errno", None) == errno.EEXIST or "No such file or directory" in str(error):
             cure = f"Another run seems to write to {path.parent}: give each run its own folder"
         cure = "Let the next one end" if folder.interruption(error) is not None else cure
         resume = f", and resume with ckpt_path={str(last)!r}." if last else ", and start again."
