@@ -32,6 +32,7 @@ REQUIRED = {  # examples of arguments without a default
     "batch_size": 8,
     "files": "texts.jsonl",
     "folders": "tokens/train",
+    "path": "flow.hdf5",
     "seq_len": 2048,
     "sources": "documents/*.jsonl",
     "tasks": ["hellaswag"],

@@ -72,7 +72,8 @@ def check_last_checkpoint(given: Any, trainer: Trainer, command: str) -> None:
 def check_best_checkpoint(given: Any, trainer: Trainer) -> None:
     """Refuse ``ckpt_path: best`` unless a fit of this process has saved a checkpoint: the Trainer knows no other."""
     if given == "best" and not getattr(trainer.checkpoint_callback, "best_model_path", None):
-        _, described = _newest_checkpoint(trainer)
+        kept = [path.name for path in checkpoints_in_dirpath(trainer) if not path.name.startswith("last")]
+        described = f" The dirpath of ModelCheckpoint has {', '.join(kept[-5:])}." if kept else ""
         raise ValueError(
             f"ckpt_path 'best' is the best checkpoint of a fit in the same process. Give its path instead.{described}"
         )

@@ -145,11 +145,12 @@ class _Search:
                 if all(find_class(str(key), bases) for key in spec):
                     yield self._class_as_key(spec, hint, keys, layer)
                     return
-                cure = (
-                    "Put it below init_args."
-                    if kind and wrong[0] in class_settings(kind)
-                    else suggest(wrong[0], _SPEC_KEYS)
-                )
+                if kind and wrong[0] in class_settings(kind):
+                    cure = "Put it below init_args."
+                elif name is None:
+                    cure = "Name the class by class_path, and put its settings below init_args."
+                else:
+                    cure = suggest(wrong[0], _SPEC_KEYS)
                 yield f"{layer.place(*keys, wrong[0])}: unexpected key {wrong[0]!r} in {_dotted(keys)}. {cure}"
                 return
             if not isinstance(name, str):

@@ -40,6 +40,8 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie,
         "attention_bias": False,
+        "bos_token_id": None,  # of a tokenizer that is not known here; the defaults are those of Llama 2's
+        "eos_token_id": None,
     }
 
 

@@ -2,14 +2,16 @@
 
 import pytest
 from jsonargparse import ArgumentError
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from torch.optim import Optimizer
 
 import lightning_ups.callbacks
+import lightning_ups.data
 import lightning_ups.strategies  # noqa: F401
 import tests.cli_toys  # noqa: F401  (so that bare class names resolve)
 from lightning_ups._compat.lightning.trainer import setting_types
+from lightning_ups.config.classes import find_class
 from lightning_ups.config.faults import Schema, find_faults, summarize
 from lightning_ups.config.layers import Layer, read
 
@@ -124,3 +126,15 @@ def test_other_errors_of_the_parser_are_shortened():
     text = 'Parser key "x":\n  Does not validate\n  Subtypes: [a]\n  Errors:\n    - Expected a list'
     assert summarize(ArgumentError(None, text)) == 'Parser key "x": - Expected a list'
     assert "--config run.yaml" in summarize(ArgumentError(None, "unrecognized arguments: run.yaml"))
+
+
+def test_settings_of_a_class_that_is_not_named(faults):
+    """As in a file of a LightningCLI whose classes are fixed."""
+    (found,) = faults("model: {width: 3}\n")
+    assert "'width'" in found
+    assert "class_path" in found
+    assert "init_args" in found
+
+
+def test_readers_of_fields_go_by_their_bare_names(schema):
+    assert find_class("StoredFields", [LightningDataModule])

@@ -73,7 +73,10 @@ def class_settings(kind: Callable[..., Any]) -> dict[str, Any]:
 
     parser = LightningArgumentParser(exit_on_error=False)
     # Arguments that the command line itself gives to optimizers and schedulers.
-    given: set[str | int] = {name for name in ("params", "optimizer") if name in inspect.signature(kind).parameters}
+    taken = inspect.signature(kind).parameters
+    given: set[str | int] = {
+        n for n in ("params", "optimizer") if n in taken and taken[n].default is inspect.Parameter.empty
+    }
     add: Any = parser.add_class_arguments if isinstance(kind, type) else parser.add_function_arguments
     add(kind, "it", fail_untyped=False, skip=given)
     return {key.removeprefix("it."): hint for key, hint in setting_types(parser).items()}

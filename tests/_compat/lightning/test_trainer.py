@@ -15,6 +15,7 @@ from lightning_ups._compat.lightning.trainer import (
     stand_in_for_pytorch_lightning,
     trainer_of,
 )
+from lightning_ups.models import PDEModule
 from tests.cli_toys import Toy
 
 
@@ -93,6 +94,7 @@ def test_class_settings():
     assert "params" not in class_settings(SGD)
     assert "lr" in class_settings(SGD)
     assert [*class_settings(StepLR)][:2] == ["step_size", "gamma"]
+    assert "optimizer" in class_settings(PDEModule), "it has a default, so the command line does not give it"
 
 
 def test_automatic_specs():
