@@ -72,8 +72,10 @@ def check_last_checkpoint(given: Any, trainer: Trainer, command: str) -> None:
 def check_best_checkpoint(given: Any, trainer: Trainer) -> None:
     """Refuse ``ckpt_path: best`` unless a fit of this process has saved a checkpoint: the Trainer knows no other."""
     if given == "best" and not getattr(trainer.checkpoint_callback, "best_model_path", None):
-        kept = [path.name for path in checkpoints_in_dirpath(trainer) if not path.name.startswith("last")]
-        described = f" The dirpath of ModelCheckpoint has {', '.join(kept[-5:])}." if kept else ""
+        kept = [shell_word(path) for path in checkpoints_in_dirpath(trainer) if not path.name.startswith("last")]
+        _, described = _newest_checkpoint(trainer)
+        if kept:
+            described = f" In the dirpath of ModelCheckpoint: --ckpt_path {' or '.join(kept[-5:])}"
         raise ValueError(
             f"ckpt_path 'best' is the best checkpoint of a fit in the same process. Give its path instead.{described}"
         )
