@@ -194,6 +194,7 @@ class OwnGradients:
         self._held: list[int] = []  # what they hold, by its ids
         self._parameters: list[nn.Parameter] = []  # alive, so that no id is another's later
         self._own: list[Tensor | None] = []
+        self._bytes = 0  # of these, or more
 
     def leave(self) -> None:
         """Record that a backward may have left gradients in memory of a graph."""
@@ -216,15 +217,26 @@ class OwnGradients:
             if own is None or not _alike(own, grad):
                 with torch.inference_mode(mode=False):  # as a forward in it may be the one that comes
                     own = self._own[index] = torch.empty_like(grad)
+                self._bytes += own.nbytes
             theirs.append(grad)
             ours.append(own)
             parameter.grad = own
         if ours:
             torch._foreach_copy_(ours, theirs)  # one launch, where a loop would have one for each
 
+    def free_unused(self) -> None:
+        """Free the memory that no gradient lies in, if it is much; call it before a backward, when most is in use."""
+        if self._bytes > COPIED_BYTES:
+            self._bytes = 0
+            for index, (parameter, own) in enumerate(zip(self._parameters, self._own, strict=True)):
+                if own is not None and parameter.grad is not own:
+                    self._own[index] = None
+                elif own is not None:
+                    self._bytes += own.nbytes
+
     def forget(self) -> None:
         """Free the memory that no gradient lies in; call it when no graph will run any more."""
-        self._held, self._own = [], [None] * len(self._parameters)
+        self._held, self._own, self._bytes = [], [None] * len(self._parameters), 0
 
     def _look(self) -> None:
         # Walking through all modules takes ten times as long as seeing that none of them holds anything else now.

@@ -47,6 +47,25 @@ def test_memory_for_gradients_can_be_let_go():
     assert module.weight.grad.tolist() == [[4.0] * 3] * 2
 
 
+def test_much_memory_for_gradients_is_free_during_a_backward_that_makes_new_ones(monkeypatch):
+    monkeypatch.setattr("lightning_ups.transforms.compile.cuda_graphs.COPIED_BYTES", 0)
+    module, x = nn.Linear(3, 2), torch.ones(4, 3)
+    own = OwnGradients(module)
+    for _ in range(2):
+        module(x).sum().backward()
+        own.take()
+        memory = StorageWeakRef(module.weight.grad.untyped_storage())
+        module.weight.grad = None
+        own.free_unused()
+        assert memory.expired()
+        kept = module.bias.grad
+        module(x).sum().backward()
+        own.take()
+        assert module.bias.grad is kept, "it was added to"
+        assert module.bias.grad.tolist() == [8.0] * 2
+        module.zero_grad()
+
+
 def test_a_second_backward_adds_to_them_in_place():
     module, x = nn.Linear(3, 2), torch.ones(4, 3)
     own = OwnGradients(module)
