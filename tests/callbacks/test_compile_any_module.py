@@ -353,3 +353,14 @@ def test_it_trains_as_without_compile(tmp_path, name, scope):
     torch.testing.assert_close(ours.losses, stock.losses, rtol=1e-4, atol=1e-6)
     for (name, value), expected in zip(ours.state_dict().items(), stock.state_dict().values(), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(("epochs", "graphs"), [(4, 0), (5, 1)])
+def test_a_run_that_its_epochs_make_short_compiles_nothing(tmp_path, caplog, epochs, graphs):
+    torch.compiler.reset()
+    facts, compiling = Facts(), Compile(scope="auto", mode="default", backend="aot_eager")
+    with caplog.at_level("INFO"):
+        trainer(tmp_path, callbacks=[compiling, facts], epochs=epochs).fit(plain(Stacked()))
+    assert facts.facts["graphs"] == graphs
+    assert ("Compile: nothing, since the run has 16 steps" in caplog.text) is (graphs == 0)

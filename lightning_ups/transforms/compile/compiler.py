@@ -172,6 +172,7 @@ class Compiled:
         self.copied_bytes = 0
         self.replay: Replay | None = None
         self.gradients: OwnGradients | None = None
+        self._is_off = False
         self.backwards: Backwards | None = None
         self.told: list[str] = []
         self._groups: dict[Frame, Group] = {}
@@ -358,6 +359,13 @@ class Compiled:
         gains = [(group.gain, len(group.blocks)) for group in self.groups if group.gain is not None]
         return max(0, sum(number * (gain.eager_bytes - gain.compiled_bytes) for gain, number in gains))
 
+    def leave_all(self, why: str) -> None:
+        """Compile nothing from now on. No block has run in training yet."""
+        for group in self.groups:
+            group.eager = dict.fromkeys(get_args(Phase), why)
+            self._restore_forwards(group)
+        self._is_off, self.unchecked = True, False
+
     def settle(self, contest: Contest) -> None:
         """Run steps in the way that has won from now on."""
         self.paused = False
@@ -470,7 +478,7 @@ class Compiled:
 
     def replace(self, blocks: Mapping[str, nn.Module]) -> None:
         """Compile the forwards of ``blocks``, as far as they can be replaced."""
-        for name, module in blocks.items():
+        for name, module in ({} if self._is_off else blocks).items():
             try:
                 undo = ExitStack()
                 ours = undo.enter_context(replaced_forward(module, self.replacing(name, module)))
