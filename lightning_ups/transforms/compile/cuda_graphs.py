@@ -236,7 +236,8 @@ class OwnGradients:
 
     def forget(self) -> None:
         """Free the memory that no gradient lies in; call it when no graph will run any more."""
-        self._held, self._own, self._bytes = [], [None] * len(self._parameters), 0
+        self._held, self._own = [], [None] * len(self._parameters)
+        self._bytes = 0
 
     def _look(self) -> None:
         # Walking through all modules takes ten times as long as seeing that none of them holds anything else now.
