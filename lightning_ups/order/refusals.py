@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -196,7 +197,8 @@ REFUSALS = (
     _BF16_TRUE,
     Refusal(
         what=lambda run: (
-            f"{run.strategy.name}({_name_of_size(run)}={_group(run)}, replicate_size={_copies(run)}) is given"
+            f"{run.strategy.name}({', '.join(f'{name}={size}' for name, size in _sizes(run).items())},"
+            f" replicate_size={_copies(run)}) is given"
             f" for a run on {_devices(run)} {'device' if _devices(run) == 1 else 'devices'}."
         ),
         why="Every device has exactly one place in the mesh.",
@@ -448,13 +450,15 @@ def _split(run: Run) -> int:
     return run.strategy.settings.get("tensor_parallel_size", 1)
 
 
-def _name_of_size(run: Run) -> str:
-    context = run.strategy.settings.get("context_parallel_size", 1) > 1  # the two exclude each other
-    return "context_parallel_size" if context else "tensor_parallel_size"
+def _sizes(run: Run) -> dict[str, int]:
+    """Return the sizes of groups of ranks that compute one batch, or that of tensor parallelism if there are none."""
+    names = [f"{kind}_parallel_size" for kind in ("tensor", "context", "pipeline")]
+    sizes = {name: run.strategy.settings.get(name, 1) for name in names}
+    return {name: size for name, size in sizes.items() if size > 1} or {names[0]: 1}
 
 
 def _group(run: Run) -> int:
-    return run.strategy.settings.get(_name_of_size(run), 1)
+    return prod(_sizes(run).values())
 
 
 def _copies(run: Run) -> int:

@@ -52,6 +52,7 @@ from lightning_ups.state.checkpoint import (
     save_whole,
     settle,
     unwritable,
+    with_all_stages,
 )
 from lightning_ups.state.resume import RESUME_KEY, Connection, OnUnreplayable
 
@@ -176,7 +177,7 @@ class Checkpoints:
             optimizer = optimizer.optimizer
         state = named_state(self._module, optimizer)
         if self._sharded:
-            return state
+            return with_all_stages(self._module, state, self._saver.group)
         whole = gathered(state)
         return numbered(whole) if self._strategy.is_global_zero else {}
 

@@ -50,6 +50,7 @@ from lightning_ups.transforms.blocks import as_patterns
 from lightning_ups.transforms.error_hints import keeping_interrupt, note_shards
 from lightning_ups.transforms.sharding import (
     DATA,
+    PIPELINE,
     TENSOR,
     BufferSync,
     MeshSizes,
@@ -91,6 +92,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         replicate_size: int,
         blocks: Sequence[str] | None,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         offload: bool = False,
         unused_parameters: bool = False,
         meta_device: bool,
@@ -119,7 +121,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self.replicate_size = replicate_size
         self.blocks = None if blocks is None else as_patterns(blocks)
         check_some("blocks", self.blocks, of=of, why="It would shard no block by itself.")
-        self.tensor_parallel_size = tensor_parallel_size
+        self.tensor_parallel_size, self.pipeline_parallel_size = tensor_parallel_size, pipeline_parallel_size
         self._offload, self._unused = offload, unused_parameters
         self._meta_device, self._initialise_on = meta_device, initialise_on
         self._sigterm_every, self._communication = sigterm_every, communication
@@ -204,6 +206,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
             self.num_nodes * self.num_processes,
             replicate=None if self.sharding == "none" else self.replicate_size,
             tensor=self.tensor_parallel_size,
+            pipeline=self.pipeline_parallel_size,
         )
         self.accelerator.setup_device(self.root_device)
         self._communication.prepare(self.root_device)
@@ -287,6 +290,8 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self._buffers = BufferSync(self.lightning_module, group=self._replicas)
         if self.tensor_parallel_size > 1:
             share_random_state(self.device_mesh[TENSOR].get_group())
+        if self.pipeline_parallel_size > 1:
+            share_random_state(self.device_mesh[PIPELINE].get_group())
         self._step, self._steps_made, self._saw_backward = None, 0, False
 
     @override
@@ -336,7 +341,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
             self._buffers()  # before the forward, and not within an accumulation, as DDP does
         step.is_manual = not self.lightning_module.automatic_optimization
         with keeping_interrupt(), self._within_step(step):
-            output = super().training_step(*args, **kwargs)
+            output = self._call("training_step", *args, **kwargs)
         self._open_step().is_manual = False
         self._buffers.note_step()
         return output
@@ -344,17 +349,21 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._evaluation("validation_step", args):
-            return super().validation_step(*args, **kwargs)
+            return self._call("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._evaluation("test_step", args):
-            return super().test_step(*args, **kwargs)
+            return self._call("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._evaluation("predict_step", args):
-            return super().predict_step(*args, **kwargs)
+            return self._call("predict_step", *args, **kwargs)
+
+    def _call(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the method ``step`` of the module, in the context of the precision."""
+        return getattr(ModelParallelStrategy, step)(self, *args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
@@ -388,6 +397,9 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         if self.tensor_parallel_size > 1 and self._compared[step] < BATCHES_TO_COMPARE:
             self._compared[step] += 1
             check_one_batch(args, group=self.device_mesh[TENSOR].get_group())
+        if self.pipeline_parallel_size > 1 and self._compared[PIPELINE + step] < BATCHES_TO_COMPARE:
+            self._compared[PIPELINE + step] += 1
+            check_one_batch(args, group=self.device_mesh[PIPELINE].get_group(), size="pipeline_parallel_size")
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -4,7 +4,9 @@ from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -58,6 +60,13 @@ def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     # In the dtype of the gradients, a bfloat16 norm would have eight bits.
     norms = torch._foreach_norm(gradients, norm_type, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+
+
+def over_stages(norm: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the Euclidean norm of the gradients of all ranks of ``group``, of which ``norm`` is this rank's."""
+    square = norm.square()
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
 
 
 def clip_coefficient(norm: Tensor, *, max_norm: float) -> Tensor:

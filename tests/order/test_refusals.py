@@ -186,6 +186,14 @@ REFUSED = {
         run(strategy=dataclasses.replace(FSDP2, settings={"context_parallel_size": 3, "replicate_size": 1})),
         r"FSDP2Strategy\(context_parallel_size=3, replicate_size=1\) is given for a run on 2 devices.*product divides",
     ),
+    "devices that do not divide for stages": (
+        run(
+            strategy=dataclasses.replace(
+                FSDP2, settings={"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "replicate_size": 1}
+            )
+        ),
+        r"\(tensor_parallel_size=2, pipeline_parallel_size=2, replicate_size=1\) is given for a run on 2 devices",
+    ),
     "groups that are not of one size": (
         run(
             strategy=dataclasses.replace(FSDP2, settings={"reshard_after_forward": 4, "replicate_size": 2}),

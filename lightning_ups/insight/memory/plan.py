@@ -348,6 +348,11 @@ class Planner:
 
     def _step(self, variant: Variant, *, samples: int | None = None, tokens: int | None = None) -> Step:
         run = self._run(variant)
+        if (run.strategy.settings.get("pipeline_parallel_size") or 1) > 1:
+            raise Uncountable(
+                "FSDP2Strategy(pipeline_parallel_size) cannot be planned: devices have different blocks, and different"
+                " numbers of microbatches under way. Plan it without that size, on one device, for a bound."
+            )
         tokens = self._part_of(tokens, run)
         microbatches = round(self._microbatches / variant.samples)
         # Strategies that copy the model have equal steps, and so have those that shard it in hooks.

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_ups._compat.torch.optimizers import hooked_once
@@ -17,6 +18,7 @@ from lightning_ups.transforms.clip import (
     clip_by_value,
     clip_coefficient,
     gradients_of,
+    over_stages,
     scale_gradients,
     total_norm,
 )
@@ -28,11 +30,13 @@ class Stepping:
     Attributes:
         allows_one_kernel: Whether AdamW's step may be one kernel, which rounds differently from torch's.
         grad_norm: The norm at the last clipped step, on the device: reading it synchronizes.
+        stages: The ranks that have other parameters, as stages of a pipeline, or None.
     """
 
     def __init__(self) -> None:
         self.allows_one_kernel = True
         self.grad_norm: Tensor | None = None
+        self.stages: ProcessGroup | None = None
         self._kernels: dict[Optimizer, OneKernel] = {}
         self._folds = False  # the current step multiplies gradients by the clip coefficient itself
         self._coefficient: Tensor | None = None
@@ -75,7 +79,8 @@ class Stepping:
         """Scale the gradients of ``optimizer`` down to a norm of at most ``max_norm``, now or in its step."""
         optimizer = _inside(optimizer)
         gradients = _gradients(optimizer)
-        self.grad_norm = total_norm(gradients)
+        norm = total_norm(gradients)
+        self.grad_norm = norm if self.stages is None else over_stages(norm, self.stages)
         coefficient = clip_coefficient(self.grad_norm, max_norm=max_norm)
         if self._folds:
             self._coefficient = coefficient

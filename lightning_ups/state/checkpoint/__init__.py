@@ -27,6 +27,7 @@ from lightning_ups.state.checkpoint.loading import load, load_optimizers, load_w
 from lightning_ups.state.checkpoint.meta import damage_told
 from lightning_ups.state.checkpoint.saver import Saver
 from lightning_ups.state.checkpoint.saving import MODELS, described, gathered, numbered, save_sharded, save_whole
+from lightning_ups.state.checkpoint.stages import with_all_stages
 from lightning_ups.state.checkpoint.state import named_state
 
 __all__ = [
@@ -64,5 +65,6 @@ __all__ = [
     "save_whole",
     "settle",
     "unwritable",
+    "with_all_stages",
     "write_safetensors",
 ]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_ups.state.checkpoint import folder, meta
 from lightning_ups.state.checkpoint.io.reading import FolderReader, SlicedReader, mapped_safetensors, read_into
 from lightning_ups.state.checkpoint.io.staging import is_sequence
+from lightning_ups.state.checkpoint.stages import names_of_all_stages, without
 from lightning_ups.state.checkpoint.state import (
     FOREIGN,
     check_groups,
@@ -27,6 +28,7 @@ from lightning_ups.state.checkpoint.state import (
     restore,
     restore_numbered,
 )
+from lightning_ups.transforms.pipeline import absent_state
 
 APART = "apart.pt"  # hyperparameters: not needed to resume, and possibly of any class
 EXTRA = "lightning_ups.extra_state"  # of modules, unless it is a tensor: DCP would split a dict into its entries
@@ -233,7 +235,9 @@ def _restore_from_file(reading: _Reading, states: Sequence[Any]) -> None:
         if has_own_layout(numbered):
             tree = _sharded_by_shape(reading, numbered)
         else:
-            tree = _laid_out(reading, restore_numbered(parameter_names(reading.module, optimizer), numbered))
+            names = names_of_all_stages(reading.module, parameter_names(reading.module, optimizer), reading.group)
+            tree = without(restore_numbered(names, numbered), absent_state(reading.module))
+            tree = _laid_out(reading, tree)
         restore(reading.module, optimizer, tree)
 
 
@@ -274,7 +278,7 @@ def _load_module(
     there = {name.removeprefix(prefix): entry for name, entry in described.items() if name.startswith(prefix)}
     here = module.state_dict()
     if reading.strict:
-        _check_names(reading, here.keys(), there.keys() | others.keys())
+        _check_names(reading, here.keys(), (there.keys() | others.keys()) - absent_state(module))
     targets = {name: value for name, value in here.items() if name in there}
     for name, value in targets.items():
         entry = there[name]
@@ -323,7 +327,9 @@ def _read_optimizer(
     read_into(values, reader, group=reading.group, weights_only=reading.weights_only)
     saved = nested({paths[name][1:]: value for name, value in values.items()})
     is_foreign = any(place[1] == FOREIGN for place in paths.values())
+    absent = absent_state(reading.module)
     if not is_foreign:
+        saved = without(saved, absent)
         check_groups(reading.module, optimizer, saved)
     parameters, forms = dict(reading.module.named_parameters()), saved.get("forms", {})
     alike = places_alike(saved)
@@ -332,6 +338,8 @@ def _read_optimizer(
         if name not in paths or not isinstance(entry, TensorStorageMetadata):
             continue
         dtype, place = entry.properties.dtype, paths[name]
+        if place[1] == "state" and place[2] in absent:
+            continue
         if place[1] == "state":
             form = forms.get(place[3], "")
             tensors[name] = empty_like_parameter(
@@ -343,7 +351,7 @@ def _read_optimizer(
             tensors[name] = torch.empty(entry.size, dtype=dtype)
     read_into(tensors, reader, group=reading.group, weights_only=reading.weights_only)
     tree = nested({paths[name][1:]: value for name, value in {**values, **tensors}.items()})
-    return tree if is_foreign else {"state": {}, **tree}
+    return tree if is_foreign else without({"state": {}, **tree}, absent)
 
 
 def _laid_out(reading: _Reading, tree: dict[str, Any]) -> dict[str, Any]:

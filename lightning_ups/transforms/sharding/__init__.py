@@ -3,6 +3,7 @@
 from lightning_ups.transforms.sharding.materialize import Initialisation, is_on_meta, plan_initialisation
 from lightning_ups.transforms.sharding.mesh import (
     DATA,
+    PIPELINE,
     TENSOR,
     MeshSizes,
     build_mesh,
@@ -36,6 +37,7 @@ from lightning_ups.transforms.sharding.sharded_before import (
 
 __all__ = [
     "DATA",
+    "PIPELINE",
     "TENSOR",
     "BufferSync",
     "GatherOptions",

@@ -62,7 +62,8 @@ class Initialisation:
                 target.copy_(whole)
 
         with _generator(self._record), _same_on_all_ranks(draw_on):
-            wanted = {name: loose.place for name, loose in self._loose.items()} | {**self._places}
+            here = {name: place for name, place in self._places.items() if name in targets}  # not of other stages
+            wanted = {name: loose.place for name, loose in self._loose.items()} | here
             missing = replay(self._record, wanted, keep, device=draw_on)
         if missing:
             raise ValueError(_refused(model, missing))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 from lightning_ups._compat.torch.fsdp.state import flattened
 from lightning_ups._compat.torch.tensors.tensors import forget_meshes
 
-DATA, TENSOR = "data_parallel", "tensor_parallel"  # Lightning's names, which a `configure_model` may use
+DATA, TENSOR, PIPELINE = "data_parallel", "tensor_parallel", "pipeline_parallel"  # the first two are Lightning's
 _REPLICATE, _SHARD = "replicate", "shard"
 
 
@@ -25,28 +25,31 @@ class MeshSizes:
         replicate: Number of replicas of the sharded model.
         shard: Number of devices over which each replica is sharded.
         tensor: Number of devices over which each matrix product is split.
+        pipeline: Number of devices over which the blocks are divided.
     """
 
     replicate: int
     shard: int
     tensor: int
+    pipeline: int = 1
 
     @classmethod
-    def of(cls, num_devices: int, *, replicate: int | None = 1, tensor: int = 1) -> Self:
+    def of(cls, num_devices: int, *, replicate: int | None = 1, tensor: int = 1, pipeline: int = 1) -> Self:
         """Divide ``num_devices``; by default all of them shard. With ``replicate=None`` none do.
 
         Raises:
             ValueError: If the sizes do not divide the number of devices.
         """
-        wanted = tensor * (replicate or 1)
+        wanted = tensor * pipeline * (replicate or 1)
         if tensor < 1 or wanted < 1 or num_devices % wanted:
+            stages = f" times pipeline_parallel_size={pipeline}" if pipeline > 1 else ""
             raise ValueError(
-                f"{num_devices} devices cannot be divided by tensor_parallel_size={tensor} times"
+                f"{num_devices} devices cannot be divided by tensor_parallel_size={tensor}{stages} times"
                 f" replicate_size={replicate or 1}. Choose sizes whose product divides {num_devices}."
             )
         if replicate is None:
-            return cls(replicate=num_devices // tensor, shard=1, tensor=tensor)
-        return cls(replicate=replicate, shard=num_devices // wanted, tensor=tensor)
+            return cls(replicate=num_devices // wanted, shard=1, tensor=tensor, pipeline=pipeline)
+        return cls(replicate=replicate, shard=num_devices // wanted, tensor=tensor, pipeline=pipeline)
 
 
 # Each mesh has process groups, and each NCCL group has buffers on the device and connections to all other ranks: a
@@ -56,7 +59,10 @@ _MESHES: dict[tuple[str, MeshSizes], tuple[Any, DeviceMesh]] = {}
 
 
 def build_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
-    """Return a mesh with dimensions ``data_parallel`` and ``tensor_parallel``, shared by all runs of the process."""
+    """Return a mesh with dimensions ``data_parallel`` and ``tensor_parallel``, shared by all runs of the process.
+
+    With stages of a pipeline, ``pipeline_parallel`` comes before them.
+    """
     forget_meshes()
     world, earlier = _MESHES.get((device_type, sizes), (None, None))
     if earlier is not None and world is dist.group.WORLD:
@@ -67,11 +73,14 @@ def build_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
 
 
 def _new_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
-    if sizes.replicate == 1:
-        return init_device_mesh(device_type, (sizes.shard, sizes.tensor), mesh_dim_names=(DATA, TENSOR))
-    shape = (sizes.replicate, sizes.shard, sizes.tensor)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(_REPLICATE, _SHARD, TENSOR))
-    flattened(mesh, (_REPLICATE, _SHARD), DATA)
+    shape, names = (sizes.shard, sizes.tensor), (DATA, TENSOR)
+    if sizes.replicate > 1:
+        shape, names = (sizes.replicate, *shape), (_REPLICATE, _SHARD, TENSOR)
+    if sizes.pipeline > 1:
+        shape, names = (sizes.pipeline, *shape), (PIPELINE, *names)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    if sizes.replicate > 1:
+        flattened(mesh, (_REPLICATE, _SHARD), DATA)
     return mesh
 
 

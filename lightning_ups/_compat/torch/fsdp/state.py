@@ -199,6 +199,26 @@ def gather_all(root: FSDPModule) -> None:
             group.wait_for_unshard()
 
 
+@contextmanager
+def kept_gathered(root: FSDPModule) -> Iterator[None]:
+    """Keep everything gathered, and gradients unsharded, through all forwards and backwards in this context.
+
+    The next backward after it reduces the gradients.
+    """
+    gather_all(root)
+    context: Any = root._get_fsdp_state()._state_ctx
+    before = [(g, g.reduce_grads, g.reshard_after_backward) for state in _states(root) for g in _groups(state)]
+    for group, *_ in before:
+        group.reduce_grads = group.reshard_after_backward = False
+    context.is_last_backward = False
+    try:
+        yield
+    finally:
+        context.is_last_backward = True
+        for group, reduces, reshards in before:
+            group.reduce_grads, group.reshard_after_backward = reduces, reshards
+
+
 def _end_backward(root: FSDPModule, state: Any, context: Any) -> None:
     context.puts_off = False
     try:
