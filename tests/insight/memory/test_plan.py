@@ -368,6 +368,12 @@ def test_context_parallelism_splits_sequences():
         named.moment(named.declared)
 
 
+def test_stages_of_a_pipeline_are_not_planned():
+    staged = planner(strategy=FSDP2Strategy(pipeline_parallel_size=2), devices=2)
+    with pytest.raises(Uncountable, match="pipeline_parallel_size"):
+        staged.moment(staged.declared)
+
+
 def test_tensor_parallelism_splits_parameters_and_products():
     sharded = planner(strategy=FSDP2Strategy(), devices=2)
     split = planner(strategy=FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan="gpt"), devices=4)
