@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 HERE = Path(__file__).parent
-DRAWN = ("frontier", "memory", "order", "rooms", "speedups")
+DRAWN = ("frontier", "memory", "order", "rooms", "speedups", "timeline")
 RECORDED = sorted(path.stem for path in HERE.glob("raw/*.txt"))
 
 
