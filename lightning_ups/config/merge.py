@@ -4,6 +4,7 @@ In LightningCLI a list replaces a list. Over a preset, an item replaces the pres
 preset's other items stay.
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ class MergedList:
             raise ValueError(f"{option}: {first} is listed {len(found)} times. Change it in the file.")
         if not (found or below):
             near = nearest(first, map(class_name, [*(item.spec for item in self.of_user), *self.of_preset]))
-            add = f"--trainer.{self.name}+={first} --trainer.{self.name}.{'.'.join(rest)} VALUE"
+            add = f"--trainer.{self.name}+={first} --trainer.{self.name}.{'.'.join(rest)} {shlex.quote(text)}"
             cure = f"Did you mean {near!r}?" if near else f"To add one: {add}"
             raise ValueError(f"{option}: trainer.{self.name} lists no {first}. {cure}")
         if not found:
