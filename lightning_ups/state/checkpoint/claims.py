@@ -73,7 +73,9 @@ class Neighbor:
     is_alive: bool | None
 
     def __str__(self) -> str:
-        return f"{self.claim}" if self.is_alive else f"{self.claim}, last seen {self.unchanged_s / 60:.0f} min ago"
+        return (
+            f"{self.claim}" if self.is_alive else f"{self.claim}, last seen {max(self.unchanged_s, 0) / 60:.0f} min ago"
+        )
 
 
 @dataclass(frozen=True)
@@ -158,16 +160,16 @@ def lock(descriptor: int) -> bool:
 
 
 def is_locked(file: Path) -> bool | None:
-    """Return whether a process holds a lock on ``file``, or None if the file system has no locks."""
+    """Return whether a process holds a lock on ``file``, or None if that cannot be known."""
     if fcntl is None:
         return None
-    with file.open("rb") as opened:
-        try:
+    try:
+        with file.open("rb") as opened:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return None
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
     return False
 
 

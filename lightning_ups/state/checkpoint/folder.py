@@ -117,7 +117,9 @@ def holder(path: Path) -> str | None:
     other = owner(path / _STARTED)
     if other is None or other.is_alive is False:
         return None
-    other = replace(other, unchanged_s=time.time() - _nbytes_and_change(path)[1])
+    if other.is_alive is None:
+        with suppress(OSError):  # it is changing right now
+            other = replace(other, unchanged_s=time.time() - _nbytes_and_change(path)[1])
     return str(other) if other.is_alive or other.unchanged_s < ABANDONED_S else None
 
 

@@ -1,4 +1,5 @@
 import errno
+import os
 import subprocess
 import threading
 import time
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from lightning_ups.state.checkpoint import folder, is_complete, newest
+from lightning_ups.state.checkpoint import claims, folder, is_complete, newest
 from lightning_ups.state.checkpoint import saver as saver_module
 from lightning_ups.state.checkpoint.io import lanes
 from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
@@ -180,6 +181,26 @@ def test_another_run_in_the_same_folder_is_named_as_the_cause(tmp_path):
     with pytest.raises(RuntimeError, match=f"Another run seems to write to {tmp_path}: give each run its own folder"):
         save(saver, tmp_path / "a")
     saver.close()
+
+
+def writer_of_a_save(path):
+    seen = []
+    saver = Saver(
+        asynchronous=True,
+        observe=lambda phase, at: seen.append(claims.owner(at / "incomplete")) if phase == "staging" else None,
+    )
+    save(saver, path / "a")
+    saver.close()
+    found = [None, None]
+    dist.all_gather_object(found, (os.getpid(), [other and (other.claim.pid, other.is_alive) for other in seen]))
+    return found
+
+
+def test_ranks_of_one_run_write_under_the_name_of_rank_0(ranks, tmp_path):
+    (first, of_first), (_, of_second) = ranks(writer_of_a_save, tmp_path)
+    assert of_first == [None], "it is the writer"
+    assert of_second == [(first, True)]
+    assert is_complete(tmp_path / "a")
 
 
 def test_a_full_disk_at_the_end_surfaces_at_the_end(tmp_path, monkeypatch):
