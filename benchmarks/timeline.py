@@ -3,8 +3,9 @@
     python benchmarks/timeline.py --output benchmarks/results/DATE_timeline  # two GPUs
     python benchmarks/timeline.py --tiny --output /tmp/timeline              # two CPU ranks, without kernels
 
-A GPT with six blocks of the 1.5 B shape trains in pure bfloat16, one sequence of 4096 tokens on each rank. Each side
-runs in processes of its own: ten steps are timed without a profiler, then three run under torch's profiler on rank 0.
+A GPT with six blocks of the 1.5 B shape trains in pure bfloat16, one sequence of 4096 tokens on each rank. The sides
+compile side by side, each in processes of its own, and then take turns: in its turn, a side has ten steps timed without
+a profiler, and three under torch's profiler on rank 0.
 `NAME.json.gz` has the kernels of these three: name, stream, start and length in microseconds.
 """
 
@@ -15,7 +16,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,17 @@ def kernels(trace: Iterable[Mapping[str, Any]]) -> list[tuple[str, int, float, f
     return sorted(moved, key=lambda kernel: kernel[2])
 
 
-def work(side: str, output: Path, *, tiny: bool) -> None:
+def await_turn(side: str, sides: Sequence[str], rank: int, folder: Path, *, seconds: float = 90) -> None:
+    """Wait until all ``sides`` are compiled, and those before ``side`` have been timed; no longer than ``seconds``."""
+    (folder / f"{side}.{rank}.ready").touch()
+    wanted = [f"{each}.{number}.ready" for each in sides for number in range(2)]
+    wanted += [f"{each}.{number}.done" for each in sides[: sides.index(side)] for number in range(2)]
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not all((folder / name).exists() for name in wanted):
+        time.sleep(0.05)
+
+
+def work(side: str, sides: Sequence[str], output: Path, *, tiny: bool) -> None:
     """Train one side on this rank; rank 0 writes what it found."""
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
@@ -65,6 +77,8 @@ def work(side: str, output: Path, *, tiny: bool) -> None:
         """Times steps, then profiles some. Each timed step waits for the device once, at its end."""
 
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == WARMUP:
+                await_turn(side, sides, trainer.global_rank, output)
             if trainer.global_step == WARMUP + TIMED:
                 profiler.start()
             self.began = time.perf_counter()
@@ -98,6 +112,7 @@ def work(side: str, output: Path, *, tiny: bool) -> None:
     if cuda:
         torch.cuda.synchronize()
     profiler.stop()
+    (output / f"{side}.{trainer.global_rank}.done").touch()
     if trainer.is_global_zero:
         path = output / f"{side}.trace.json"
         profiler.export_chrome_trace(str(path))
@@ -122,24 +137,30 @@ def main() -> None:
     parser.add_argument("--side", choices=[*SIDES], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        work(options.side, options.output, tiny=options.tiny)
+        work(options.side, options.sides, options.output, tiny=options.tiny)
         return
     if not options.tiny and (lacks := unmet_gpus(2, what="timeline")):
         parser.error(lacks)
     prepare(parser, options.output)
-    end, results = time.monotonic() + options.budget, earlier(options.output / "result.json")
-    for side in options.sides:
-        command = [sys.executable, __file__, "--side", side, "--output", str(options.output)]
-        text = finished(
-            command + ["--tiny"] * options.tiny,
-            timeout=max(0.0, end - time.monotonic()),
-            ranks=2,
-            environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4")},
-        )
-        add_to(options.output / "log.txt", f"===== {side}\n{text}\n")
-        results.append({"side": side, **result_of(text)})
-        keep(options.output / "result.json", results)
-        print(json.dumps(results[-1]), flush=True)
+
+    def run(side: str) -> tuple[str, str]:
+        command = [sys.executable, __file__, "--side", side, "--sides", *options.sides, "--output", str(options.output)]
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4")}
+        told = command + ["--tiny"] * options.tiny
+        return side, finished(told, timeout=options.budget, ranks=2, environment=threads)
+
+    marks = [f"{side}.{rank}.{kind}" for side in SIDES for rank in range(2) for kind in ("ready", "done")]
+    for mark in marks:
+        (options.output / mark).unlink(missing_ok=True)
+    results = earlier(options.output / "result.json")
+    with ThreadPoolExecutor(len(options.sides)) as pool:
+        for side, text in pool.map(run, options.sides):
+            add_to(options.output / "log.txt", f"===== {side}\n{text}\n")
+            results.append({"side": side, **result_of(text)})
+            keep(options.output / "result.json", results)
+            print(json.dumps(results[-1]), flush=True)
+    for mark in marks:
+        (options.output / mark).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
