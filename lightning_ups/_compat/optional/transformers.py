@@ -89,7 +89,7 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
 def _opens_a_collector(model: nn.Module) -> bool:
     """Return whether the forward of ``model`` opens the collector of outputs. Dynamo cannot trace a hook without it."""
     forward: Any = type(model).forward
-    while forward is not None and forward.__globals__["__name__"] != _OUTPUTS:
+    while forward is not None and getattr(forward, "__globals__", {}).get("__name__") != _OUTPUTS:
         forward = getattr(forward, "__wrapped__", None)
     return forward is not None
 

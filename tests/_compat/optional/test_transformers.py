@@ -1,5 +1,6 @@
 """Models of transformers are compiled in one graph, without a change of what they compute."""
 
+import functools
 import pickle
 
 import pytest
@@ -111,6 +112,17 @@ def test_layers_outside_of_what_collects_outputs_stay_in_one_graph():
     assert loss.requires_grad
     assert len(hidden) == 3
     assert len(graphs) == 2, "one for each of the calls"
+
+
+def test_a_forward_may_be_any_callable():
+    model, inputs = decoder_without_a_named_loss()
+
+    class Wrapped(type(model)):
+        forward = functools.partialmethod(type(model).forward)
+
+    model.__class__ = Wrapped
+    with ready_for_one_graph(model):
+        assert model(**inputs).loss.requires_grad
 
 
 def test_a_model_is_left_as_it_was():
