@@ -3,7 +3,7 @@
     python benchmarks/timeline.py --output benchmarks/results/DATE_timeline  # two GPUs
     python benchmarks/timeline.py --tiny --output /tmp/timeline              # two CPU ranks, without kernels
 
-A GPT with six blocks of the 1.5 B shape trains in pure bfloat16, one sequence of 4096 tokens on each rank. The sides
+A GPT with six blocks of the 1.5 B shape trains in pure bfloat16, two sequences of 4096 tokens on each rank. The sides
 compile side by side, each in processes of its own, and then take turns: in its turn, a side has ten steps timed without
 a profiler, and three under torch's profiler on rank 0.
 `NAME.json.gz` has the kernels of these three: name, stream, start and length in microseconds.
@@ -95,7 +95,7 @@ def work(side: str, sides: Sequence[str], output: Path, *, tiny: bool) -> None:
     seq = 64 if tiny else 4096
     module = GPTModule(size="tiny" if tiny else "1B", vocab_size=VOCABULARY, max_seq_len=seq, schedule="constant")
     module.config = replace(module.config, num_layers=BLOCKS)
-    rows = torch.randint(VOCABULARY, (64, seq + 1), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(VOCABULARY, (128, seq + 1), generator=torch.Generator().manual_seed(0))
     trainer = Trainer(
         accelerator="cuda" if cuda else "cpu",
         devices=2,
@@ -108,7 +108,7 @@ def work(side: str, sides: Sequence[str], output: Path, *, tiny: bool) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(rows, batch_size=1, pin_memory=cuda))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(rows, batch_size=2, pin_memory=cuda))  # type: ignore[arg-type]
     if cuda:
         torch.cuda.synchronize()
     profiler.stop()
