@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from pictures import svg
@@ -13,20 +14,24 @@ PART = (0.0, 150.0)  # milliseconds of the step
 LEFT, WIDE, TOP, LANE, ROW, PANEL = 120, 760, 92, 20, 26, 134
 
 Span = tuple[float, float]
+Lanes = dict[str, list[Span]]
 
 
-def step() -> dict[str, list[Span]]:
-    """Return when, in milliseconds, something ran in each lane during the second of the steps in the trace."""
-    kernels = json.loads(gzip.decompress(RAW.read_bytes()))
-    ends = sorted(kernel["ts"] + kernel["dur"] for kernel in kernels if "adamw" in kernel["name"])
-    begin, end = [end for end, after in zip(ends, [*ends[1:], 1e18], strict=True) if after - end > 1e5][:2]
-    found: dict[str, list[Span]] = {lane: [] for lane in LANES}
-    for kernel in kernels:
-        if begin <= kernel["ts"] < end:
-            lanes = [lane for lane, names in LANES.items() if names and re.search(names, kernel["name"])]
-            if lanes or "nccl" not in kernel["name"]:
-                start = (kernel["ts"] - begin) / 1e3
-                found[lanes[0] if lanes else "compute"].append((start, start + kernel["dur"] / 1e3))
+def step(kernels: Iterable[tuple[str, float, float]]) -> Lanes:
+    """Return when, in milliseconds, something ran in each lane during the second of the steps that were traced.
+
+    Args:
+        kernels: Name, start and length of each, in microseconds.
+    """
+    kernels = sorted(kernels, key=lambda kernel: kernel[1])
+    ends = [start + length for name, start, length in kernels if "adamw" in name]
+    begin, end = [end for end, after in zip(ends, [*ends[1:], 1e18], strict=True) if after - end > 5e3][:2]
+    found: Lanes = {lane: [] for lane in LANES}
+    for name, start, length in kernels:
+        if begin <= start < end:
+            lanes = [lane for lane, names in LANES.items() if names and re.search(names, name)]
+            if lanes or "nccl" not in name:
+                found[lanes[0] if lanes else "compute"].append(((start - begin) / 1e3, (start + length - begin) / 1e3))
     return {lane: joined(spans) for lane, spans in found.items()}
 
 
@@ -59,12 +64,26 @@ def length(spans: list[Span]) -> float:
     return sum(stop - start for start, stop in spans)
 
 
+def sums(lanes: Lanes) -> tuple[float, float, float]:
+    """Return the milliseconds of the step, of its communication, and of that which is exposed."""
+    moved = joined([*lanes["all-gather"], *lanes["reduce-scatter"]])
+    end = max(stop for spans in lanes.values() for _, stop in spans)
+    return end, length(moved), length(without(moved, lanes["compute"]))
+
+
+def legend() -> list[str]:
+    """Return the shapes that explain the colors."""
+    shapes, x = [], 20.0
+    for words, color in (("compute", svg.BLUE), ("hidden communication", svg.GREEN), ("exposed", svg.RED)):
+        shapes += [svg.box(x, 64, 11, 11, color, round=2), svg.text(x + 16, 74, words, fill=svg.SOFT)]
+        x += 40 + 7 * len(words)
+    return shapes
+
+
 def draw() -> str:
     """Return the picture."""
-    lanes = step()
-    end = max(stop for spans in lanes.values() for _, stop in spans)
-    moved = joined([*lanes["all-gather"], *lanes["reduce-scatter"]])
-    exposed = length(without(moved, lanes["compute"]))
+    lanes = step((one["name"], one["ts"], one["dur"]) for one in json.loads(gzip.decompress(RAW.read_bytes())))
+    end, moved, exposed = sums(lanes)
     shapes = [
         svg.text(
             20, 32, "One training step of a GPT of 8 B parameters, on each of four H200s", size=18, font_weight="600"
@@ -73,17 +92,15 @@ def draw() -> str:
             20, 52, "fsdp2 with Compile; communication is exposed where nothing else runs", size=13, fill=svg.SOFT
         ),
     ]
-    x = 20.0
-    for words, color in (("compute", svg.BLUE), ("hidden communication", svg.GREEN), ("exposed", svg.RED)):
-        shapes += [svg.box(x, 64, 11, 11, color, round=2), svg.text(x + 16, 74, words, fill=svg.SOFT)]
-        x += 40 + 7 * len(words)
-    title = f"The step: {end:.0f} ms; communication runs for {length(moved):.0f} ms and is exposed for {exposed:.0f} ms"
-    shapes += _panel(TOP, title, lanes, (0, end))
-    shapes += _panel(TOP + PANEL, f"Its first {PART[1]:.0f} ms, in the forward", lanes, PART)
+    shapes += legend()
+    title = f"The step: {end:.0f} ms; communication runs for {moved:.0f} ms and is exposed for {exposed:.0f} ms"
+    shapes += panel(TOP, title, lanes, (0, end))
+    shapes += panel(TOP + PANEL, f"Its first {PART[1]:.0f} ms, in the forward", lanes, PART)
     return svg.card(LEFT + WIDE + 24, TOP + 2 * PANEL - 8, shapes, label=title)
 
 
-def _panel(y: float, title: str, lanes: dict[str, list[Span]], part: Span) -> list[str]:
+def panel(y: float, title: str, lanes: Lanes, part: Span) -> list[str]:
+    """Return the shapes of a ``part`` of a step, whose top is at ``y``."""
     scale = WIDE / (part[1] - part[0])
     shapes = [svg.text(20, y + 16, title, size=14, font_weight="600")]
     for row, (lane, spans) in enumerate(lanes.items()):
