@@ -452,3 +452,17 @@ def test_a_draft_of_another_machine_is_left_alone_unless_it_is_old(tmp_path, sav
     monkeypatch.setattr(folder, "ABANDONED_S", 1700)
     save(path, 2)
     assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_run_of_another_machine_is_named_with_its_age(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "_own", lambda own=claims._own: replace(own(), host="node7", system="another boot"))
+    signature = claim(tmp_path, names=["one"])
+    monkeypatch.undo()
+    os.close(signature.descriptor)
+    file = signature.file.rename(tmp_path / ".run-node7-1.json")
+    os.utime(file, (time.time() - 1800,) * 2)
+    checkpoints = connected(tmp_path, filename="one").strategy.checkpoints
+    with pytest.warns(UserWarning, match=r"on another machine: process \d+ on node7, .*, last seen 30 min ago"):
+        checkpoints.check_places()
+    checkpoints.close()
+    assert [*tmp_path.iterdir()] == [file]
