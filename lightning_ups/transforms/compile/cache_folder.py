@@ -59,6 +59,8 @@ def prune(*, limit: int = LIMIT) -> None:
 
 def _root() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lightning_ups", "compiled")
+    if not folder.is_absolute():
+        raise OSError(f"{folder} is no absolute path")
     return folder.resolve()
 
 

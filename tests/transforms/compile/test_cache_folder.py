@@ -63,6 +63,12 @@ def test_a_folder_that_machines_may_share_is_refused(home, monkeypatch, kind):
     assert not (home / "lightning_ups").exists()
 
 
+def test_a_relative_folder_is_refused(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    with pytest.raises(OSError, match="no absolute path"):
+        user_folder()
+
+
 def test_the_file_system_is_that_of_the_deepest_place(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda _: MOUNTS.format(root="ext4", home="nfs4"))
     assert cache_folder._file_system(Path("/srv/my home/user/.cache")) == "nfs4"
