@@ -1,9 +1,10 @@
 """What the benchmark of unmodified modules measured, and a table of it for each GPU, from raw output.
 
-``PYTHONPATH=docs python -m zoo_results`` writes the tables into ``docs/results/h100.md`` and ``h200.md``.
+``PYTHONPATH=docs python -m zoo_results`` writes the tables into three pages of ``docs/results``.
 """
 
 import json
+import re
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -87,6 +88,34 @@ def table(gpu: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def speedups() -> dict[str, tuple[str, float]]:
+    """Return the family and the speed-up of each module, from the last call that trained both sides."""
+    found = {}
+    for name, calls in timed().items():
+        if runs := last(calls, "stock", "preset"):
+            family = runs["stock"][0]["family"]
+            found[name] = FAMILIES.get(family, family), step_ms(runs["stock"]) / step_ms(runs["preset"])
+    return found
+
+
+def families() -> str:
+    """Return a row for each family: its geometric mean."""
+    ratios = defaultdict(list)
+    for family, ratio in speedups().values():
+        ratios[family].append(ratio)
+    means = sorted(
+        ((statistics.geometric_mean(each), len(each), family) for family, each in ratios.items()), reverse=True
+    )
+    rows = [f"| {family} ({number}) | {mean:.2f}x |" for mean, number, family in means]
+    return "\n".join(["| family (modules) | mean speed-up |", "|---|---|", *rows]) + "\n"
+
+
+def summary() -> str:
+    """Return the page of all GPUs with the table of families."""
+    text = (ROOT / "docs/results/measured.md").read_text()
+    return re.sub(r"^\| family \(modules\).*?\n\n", families() + "\n", text, flags=re.MULTILINE | re.DOTALL)
+
+
 def page(gpu: str) -> str:
     """Return the page of ``gpu`` with its table."""
     return _path(gpu).read_text().partition(MARK)[0] + MARK + "\n" + table(gpu)
@@ -103,3 +132,4 @@ def _part(folder: str) -> str:
 if __name__ == "__main__":
     for gpu in GPUS:
         _path(gpu).write_text(page(gpu))
+    (ROOT / "docs/results/measured.md").write_text(summary())

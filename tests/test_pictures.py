@@ -31,13 +31,19 @@ def test_a_picture_is_complete(path):
 
 
 def test_the_speedups_are_as_the_page_says():
-    ratios = [ratio for _, ratio in import_module("pictures.speedups").speedups().values()]
+    ratios = [ratio for _, ratio in import_module("zoo_results").speedups().values()]
     page = re.sub(r"\s+", " ", (ROOT / "docs" / "results" / "measured.md").read_text())
     assert f"{len(ratios)} modules train with both" in page
     assert f"The median module is {statistics.median(ratios):.2f} times as fast" in page
     slow = sorted(ratio for ratio in ratios if ratio < 0.98)
     assert f"Three modules run at less than 0.98x in their last call ({slow[0]:.2f} to {slow[-1]:.2f})" in page
     assert len(slow) == 3
+
+
+def test_the_table_of_families_is_that_of_the_raw_output():
+    assert (ROOT / "docs" / "results" / "measured.md").read_text() == import_module("zoo_results").summary(), (
+        "run `PYTHONPATH=docs python -m zoo_results`"
+    )
 
 
 @pytest.mark.parametrize("gpu", ["H100", "H200"])

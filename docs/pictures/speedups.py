@@ -11,16 +11,6 @@ WIDTH, HEIGHT, TOP, BOTTOM, LEFT = 960, 400, 84, 276, 84
 BAR, LEAST, MOST = 7.3, 0.65, 12.0
 
 
-def speedups() -> dict[str, tuple[str, float]]:
-    """Return the family and the speed-up of each module, from the last call that trained both sides."""
-    found = {}
-    for name, calls in zoo_results.timed().items():
-        if runs := zoo_results.last(calls, "stock", "preset"):
-            ratio = zoo_results.step_ms(runs["stock"]) / zoo_results.step_ms(runs["preset"])
-            found[name] = (runs["stock"][0]["family"], ratio)
-    return found
-
-
 def height(ratio: float) -> float:
     """Return where a ratio is on the axis, which is logarithmic."""
     return BOTTOM - (BOTTOM - TOP) * math.log(ratio / LEAST) / math.log(MOST / LEAST)
@@ -28,11 +18,11 @@ def height(ratio: float) -> float:
 
 def draw() -> str:
     """Return the picture."""
-    found = speedups()
+    found = zoo_results.speedups()
     median = statistics.median(ratio for _, ratio in found.values())
     families = defaultdict(list)
     for name, (family, ratio) in found.items():
-        families[zoo_results.FAMILIES.get(family, family)].append((ratio, name))
+        families[family].append((ratio, name))
     shapes = [
         svg.text(
             20, 32, f"Training speed of {len(found)} unmodified modules of other libraries", size=18, font_weight="600"
