@@ -225,6 +225,25 @@ REFUSALS = (
         holds=lambda run: bool(_read_split(run)),
     ),
     Refusal(
+        what=lambda run: f"{_in_one_backward(run)[0]} is given with {run.strategy.name}(schedule='zero-bubble').",
+        why=(
+            "That schedule computes gradients of inputs and of weights at different times, and recomputed or compiled"
+            " blocks compute both at once."
+        ),
+        cure="Use schedule='interleaved', or leave the callback out.",
+        holds=lambda run: (
+            run.training and run.strategy.settings.get("schedule") == "zero-bubble" and bool(_in_one_backward(run))
+        ),
+    ),
+    Refusal(
+        what=lambda run: (
+            f"{_writing(run)[0]} is given with {run.strategy.name}(pipeline_parallel_size={_stages(run)})."
+        ),
+        why="It copies the whole model, and each device has only some blocks.",
+        cure="Leave it out, or leave pipeline_parallel_size out.",
+        holds=lambda run: run.training and _stages(run) > 1 and bool(_writing(run)),
+    ),
+    Refusal(
         what=lambda run: f"{_whole(run)[0]} would compile whole models under {run.strategy.name}.",
         why="The strategy gathers parameters in hooks of each block, which would break the graph.",
         cure="Use scope='blocks'.",
@@ -459,6 +478,14 @@ def _sizes(run: Run) -> dict[str, int]:
 
 def _group(run: Run) -> int:
     return prod(_sizes(run).values())
+
+
+def _stages(run: Run) -> int:
+    return run.strategy.settings.get("pipeline_parallel_size", 1)
+
+
+def _in_one_backward(run: Run) -> list[str]:
+    return [type(step).__name__ for step in run.declarations if step.stage in (Stage.RECOMPUTE, Stage.COMPILE)]
 
 
 def _copies(run: Run) -> int:

@@ -1,7 +1,12 @@
 """Pipeline parallelism trains what one device does, in float64."""
 
+import os
+import warnings
+from contextlib import chdir
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,9 +15,17 @@ import torch.nn.functional as F  # noqa: N812
 from lightning import seed_everything
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
+from lightning_ups.__main__ import main
+from lightning_ups._compat.torch.pipelining import PipelineStage
+from lightning_ups.callbacks import ActivationCheckpoint, Compile, TokenThroughput
+from lightning_ups.models import HFCausalLM
 from lightning_ups.models.gpt import GPT, GPTConfig
-from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.order.precision import stepping
+from lightning_ups.strategies import FSDP2Strategy, fsdp2, pipeline
+from lightning_ups.transforms.pipeline import split_batch
+from tests.ranks import Ranks
 from tests.strategies.cases import CASES, WIDTH, Case, data, train, weights_of
 from tests.toys import trainer
 
@@ -61,7 +74,172 @@ class Adam(Staged):
         return torch.optim.AdamW([{"params": gains}, {"params": weights, "weight_decay": 0.1}], lr=0.01, eps=1e-3)
 
 
-for case in (Staged, Adam):
+class Tied(Staged):
+    options = MappingProxyType({"tie": True})
+
+
+class Logits(Staged):
+    """The step computes the loss itself."""
+
+    def loss(self, x):
+        tokens = (x * 8).long() % 32
+        return F.cross_entropy(self.model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+class Decoder(Recording):
+    """Llama of transformers, which computes its loss itself; blocks get masks and rotary tables."""
+
+    def build(self):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+        self.model = LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=32)).double()
+
+    def loss(self, x):
+        tokens = (x * 8).long() % 32
+        mask = (torch.arange(WIDTH) < 3 + tokens[:, :1] % 6).long()
+        logits = self.model(tokens, attention_mask=mask).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Gpt2(Decoder):
+    """With learned positions, and a head of its own."""
+
+    def build(self):
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        shape = {"n_embd": 16, "n_layer": 4, "n_head": 4, "vocab_size": 32, "n_positions": WIDTH}
+        none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        self.model = GPT2LMHeadModel(GPT2Config(**shape, **none, tie_word_embeddings=False)).double()
+
+
+class Causal(Recording):
+    """This package's module for transformers, with its loss from hidden states."""
+
+    def build(self):
+        config = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+        self.inner = HFCausalLM(config={"model_type": "llama", "num_key_value_heads": 2, "vocab_size": 32, **config})
+        self.inner.configure_model()
+
+    def loss(self, x):
+        return self.inner.loss({"input_ids": (x * 8).long() % 32})
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16)
+
+    def forward(self, x, *, scale):
+        return x + self.down(torch.tanh(self.up(self.norm(x)))) * scale
+
+
+class Own(Recording):
+    """A module of a user, without anything of this package."""
+
+    def build(self):
+        self.stem = nn.Linear(WIDTH, 16)
+        self.trunk = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(4))})
+        self.head = nn.Linear(16, WIDTH)
+        self.double()
+
+    def before(self, x):
+        return x
+
+    def run(self, x):
+        h = self.stem(self.before(x))
+        for layer in self.trunk["layers"]:
+            h = layer(h, scale=x[:, :1])
+        return self.head(h)
+
+    def loss(self, x):
+        x = x.double()
+        return (self.run(x) - x.sin()).square().mean()
+
+
+class Scaled(Own):
+    """With a scalar, which is not sharded, and a parameter of the module itself."""
+
+    def build(self):
+        self.gain, self.shift = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.randn(WIDTH))
+        super().build()
+
+    def before(self, x):
+        return self.gain * x + self.shift
+
+
+class Conditioned(Scaled):
+    """Blocks have a second input that trained parameters compute."""
+
+    def loss(self, x):
+        return (self.run(self.before(x.double())) - x.sin()).square().mean()
+
+
+class Measured(Staged):
+    """Logs a mean, a metric and a number in training and validation."""
+
+    def build(self):
+        super().build()
+        self.mean, self.seen = MeanMetric(), []
+
+    def training_step(self, batch, _):
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        self.log_dict({"rows": float(len(batch)), "twice": 2 * loss}, on_epoch=True, on_step=False)
+        return {"loss": loss}
+
+    def validation_step(self, batch, _):
+        loss = self.loss(batch)
+        self.mean.update(loss, len(batch))
+        self.log("val_mean", self.mean)
+        self.log("val_loss", loss, sync_dist=True)
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self):
+        self.seen.append({name: value.item() for name, value in self.trainer.callback_metrics.items()})
+
+
+class Manual(Own):
+    automatic_optimization = False
+
+
+class OnMeta(Staged):
+    """Built without memory, where there are several ranks."""
+
+    def build(self):
+        pass
+
+    def configure_model(self):
+        if not hasattr(self, "model"):
+            torch.manual_seed(0)  # Lightning seeds anew where there are several processes
+            with torch.device("meta" if self.trainer.world_size > 1 else "cpu"):
+                super().build()
+
+
+class Skipping(Own):
+    """What comes after the blocks reads what comes before them."""
+
+    def run(self, x):
+        return super().run(x) + self.stem(x)[:, :WIDTH]
+
+
+for case in (
+    Staged,
+    Adam,
+    Tied,
+    Logits,
+    Decoder,
+    Gpt2,
+    Causal,
+    Own,
+    Scaled,
+    Conditioned,
+    Measured,
+    Manual,
+    OnMeta,
+    Skipping,
+):
     CASES[case.__name__] = case
 
 
@@ -148,3 +326,212 @@ def test_checkpoints_are_those_of_one_device(ranks, fresh_process, tmp_path, fir
     assert {*weights} == {*right}
     for name, weight in right.items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["Decoder", "Logits", "Own", "Scaled", "Gpt2", "Causal", "OnMeta"])
+def test_modules_of_users_are_those_of_one_device(ranks, tmp_path, name):
+    right = train(name, tmp_path / "one")[2]
+    rel = 1e-5 if name == "Causal" else 1e-10  # its loss rounds to float32
+    check(ranks(piped, name, tmp_path, {"microbatches": 4}, 2), right, rel=rel, atol=max(rel / 10, 1e-10))
+
+
+@pytest.mark.parametrize("name", ["Tied", "Skipping"])
+def test_with_both_ends_on_one_rank_stages_are_one_device(ranks, tmp_path, name):
+    result = ranks(piped, name, tmp_path, {"schedule": "zero-bubble"}, 2)
+    check(result, train(name, tmp_path / "one")[2])
+
+
+def logged(folder, strategy, ranks):
+    seed_everything(3, verbose=False)
+    model, rows = CASES["Measured"](), DataLoader(data(), batch_size=16)  # Lightning shuffles the rows of ranks
+    lightning = trainer(folder, epochs=2, devices=ranks, strategy=strategy)
+    lightning.fit(model, rows, DataLoader(data(), batch_size=6))
+    tested = lightning.test(model, DataLoader(data(), batch_size=6), verbose=False)
+    found = [None] * ranks
+    if ranks > 1:
+        dist.all_gather_object(found, (model.seen, tested))
+    return found if ranks > 1 else (model.seen, tested)
+
+
+def logged_on_stages(folder, schedule):
+    strategy = FSDP2Strategy(pipeline_parallel_size=2, schedule=schedule, microbatches=4)
+    return logged(folder, strategy, 2)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "zero-bubble"])
+def test_all_ranks_log_the_values_of_one_device(ranks, tmp_path, schedule):
+    (right, tested), both = logged(tmp_path / "one", "auto", 1), ranks(logged_on_stages, tmp_path, schedule)
+    for seen, results in both:
+        for values, wanted in zip(seen, right, strict=True):
+            assert values == pytest.approx(wanted | ({"rows": 4.0} if "rows" in wanted else {}), rel=1e-6)
+        assert results[0] == pytest.approx(tested[0], rel=1e-6)
+
+
+def wrong_order(batch, count):
+    first, *others = split_batch(batch, count)
+    return [*others, first] if dist.get_rank() else [first, *others]
+
+
+def no_gradient(self, *args, **kwargs):
+    grads = backward_one_chunk(self, *args, **kwargs)
+    self.bwd_cache = {number: tuple(None if g is None else g * 0 for g in g_) for number, g_ in self.bwd_cache.items()}
+    return grads
+
+
+def skipped(self, stage, number, received):
+    out = forward(self, stage, number, received)
+    return out * 0 if number == 1 and stage == 0 else out
+
+
+FAULTS = {
+    "microbatches in the wrong order": (pipeline, "split_batch", wrong_order),
+    "no gradient is sent": (PipelineStage, "backward_one_chunk", no_gradient),
+    "a stage skips a microbatch": (pipeline.Pipeline, "_forward", skipped),
+    "the norm is that of one stage": (stepping, "over_stages", lambda norm, group: norm),
+    "gradients of scalars are lost": (fsdp2.FSDP2Strategy, "_aside", property(lambda self: {}, lambda self, _: None)),
+}
+backward_one_chunk, forward = PipelineStage.backward_one_chunk, pipeline.Pipeline._forward
+
+
+def piped_with(fault, folder, name, options):
+    with patch.object(*FAULTS[fault], create=True):
+        return piped(name, folder, {"microbatches": 4}, 2, options)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(ranks, tmp_path, fault):
+    name, options = "Scaled" if "scalars" in fault else "Staged", {"gradient_clip_val": 0.1}
+    right, wrong = train(name, tmp_path / "one", **options)[2], ranks(piped_with, fault, tmp_path, name, options)
+    with pytest.raises(AssertionError):
+        check(wrong, right)
+
+
+def refused(ranks, function, *arguments):
+    with pytest.raises(AssertionError) as error:
+        ranks(function, *arguments)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "words"),
+    [
+        ("Conditioned", {}, "trunk.layers.2 has a second input"),
+        ("Skipping", {}, "The first loss is NaN"),
+        ("Manual", {}, "automatic_optimization=False"),
+        ("Tied", {}, "Use schedule='zero-bubble'"),
+        ("Staged", {"microbatches": 5}, "A batch of 16 rows cannot be divided into microbatches=5"),
+    ],
+)
+def test_what_cannot_be_a_pipeline_is_refused(ranks, tmp_path, name, strategy, words):
+    assert words in refused(ranks, piped, name, tmp_path, strategy, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size"),
+        ({"schedule": "zero-bubble"}, "has no effect"),
+        ({"microbatches": 4}, "has no effect"),
+        ({"pipeline_parallel_size": 2, "schedule": "gpipe"}, "'zero-bubble'"),
+        ({"pipeline_parallel_size": 2, "microbatches": 1}, "Use microbatches=4"),
+        ({"pipeline_parallel_size": 2, "offload": True}, "Leave offload out"),
+        ({"pipeline_parallel_size": 2, "prefetch": 2}, "Leave prefetch out"),
+        ({"pipeline_parallel_size": 2, "context_parallel_size": 2}, "Leave context_parallel_size out"),
+        ({"pipeline_parallel_size": 2, "save": "full"}, "lightning_ups export"),
+        ({"pipeline_parallel_size": 2, "reshard_after_forward": True}, "Leave reshard_after_forward out"),
+    ],
+    ids=repr,
+)
+def test_arguments_that_contradict_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        FSDP2Strategy(**options)
+
+
+CALLBACKS = {
+    "recomputed": lambda: [ActivationCheckpoint()],
+    "compiled": lambda: [Compile(backend="aot_eager")],
+    "both": lambda: [Compile(backend="aot_eager"), ActivationCheckpoint()],
+    "measured": lambda: [TokenThroughput(warmup_steps=1, inspect_at=2, peak_tflops=1.0)],
+}
+
+
+def piped_with_callbacks(name, folder, strategy, callbacks):
+    return piped(name, folder, {"microbatches": 4, **strategy}, 2, {"callbacks": CALLBACKS[callbacks]()})
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "schedule"),
+    [("recomputed", "1F1B"), ("both", "interleaved"), ("measured", "1F1B")],
+)
+def test_with_callbacks_stages_are_one_device(ranks, tmp_path, callbacks, schedule):
+    result = ranks(piped_with_callbacks, "Staged", tmp_path, {"schedule": schedule}, callbacks)
+    check(result, train("Staged", tmp_path / "one")[2])
+
+
+def test_zero_bubble_refuses_recomputation(ranks, tmp_path):
+    strategy = {"schedule": "zero-bubble"}
+    assert "Use schedule='interleaved'" in refused(
+        ranks, piped_with_callbacks, "Staged", tmp_path, strategy, "recomputed"
+    )
+
+
+def test_tensors_are_split_within_stages(four_ranks, tmp_path):
+    strategy = {"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt", "microbatches": 4}
+    options = {"gradient_clip_val": 0.1}
+    check(four_ranks(piped, "Staged", tmp_path, strategy, 4, options), train("Staged", tmp_path / "one", **options)[2])
+
+
+@pytest.fixture
+def eight_ranks(tmp_path):
+    pool = Ranks(8, tmp_path / "store")
+    yield pool
+    pool.close()
+
+
+@pytest.mark.slow
+def test_stages_shards_and_split_tensors_are_one_device(eight_ranks, tmp_path):
+    strategy = {"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt", "schedule": "interleaved", "microbatches": 4}
+    options = {"gradient_clip_val": 0.1, "accumulate": 2}
+    result = eight_ranks(piped, "Staged", tmp_path, strategy, 8, options)
+    check(result, train("Staged", tmp_path / "one", **options)[2])
+
+
+def in_bfloat16(folder):
+    return piped("Staged", folder, {"microbatches": 4}, 2, {"precision": "bf16-mixed"})
+
+
+def test_in_bfloat16_stages_are_one_device(ranks, tmp_path):
+    right = train("Staged", tmp_path / "one", precision="bf16-mixed")[2]
+    check(ranks(in_bfloat16, tmp_path), right, rel=1e-2, atol=5e-3)
+
+
+def twice(folder):
+    """Fit a module that an earlier fit has cut."""
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    model = CASES["Staged"]()
+    for epochs in (2, 3):
+        made = FSDP2Strategy(pipeline_parallel_size=2, microbatches=4)
+        trainer(folder, epochs=epochs, strategy=made, devices=2).fit(model, DataLoader(data(), batch_size=16))
+    return {"losses": torch.stack(model.losses).tolist(), "weights": all_weights(model)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_fit_continues_with_the_stages(ranks, tmp_path):
+    model = CASES["Staged"]()
+    for epochs in (2, 3):
+        trainer(tmp_path / "one", epochs=epochs).fit(model, DataLoader(data(), batch_size=16))
+    check(ranks(twice, tmp_path), {"losses": torch.stack(model.losses).tolist(), "weights": weights_of(model)})
+
+
+def run_page(text, folder):
+    few = ["--trainer.max_steps=2", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+    with chdir(folder), patch.dict(os.environ, PL_GLOBAL_SEED="0"):  # set by the command line
+        Path("run.yaml").write_text(text)
+        return main(["fit", "--config", "run.yaml", *few])
+
+
+def test_the_yaml_of_the_page_runs(ranks, tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "guides" / "pipeline_parallel.md"
+    text = page.read_text().partition("```yaml\n")[2].partition("```")[0]
+    assert ranks(run_page, text, tmp_path) == 0

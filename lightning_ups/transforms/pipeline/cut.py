@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_ups.transforms.blocks import select_blocks
 from lightning_ups.transforms.on_module import OnModule
@@ -191,5 +192,9 @@ def drop_others(model: nn.Module, cut: Cut, *, device: torch.device) -> None:
 
 def _nothing_like(parameter: Tensor | None, device: torch.device) -> Tensor:
     assert parameter is not None
+    if isinstance(parameter, DTensor):  # tensor parallelism has split it
+        part = _nothing_like(parameter.to_local(), device)
+        whole = {"shape": parameter.shape, "stride": parameter.stride()}
+        return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False, **whole)
     number = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
     return torch.full((), number, dtype=parameter.dtype, device=device).expand(parameter.shape)  # without memory
