@@ -761,8 +761,11 @@ def _reason(error: Exception) -> str:
     said = lines[: lines.index("")] if "" in lines[1:] else lines
     if any(line.startswith("Explanation:") for line in lines):  # Dynamo's, whose headline says the same
         said = lines[:1]
-    if raised := re.search(r"raised exception (.*)", str(error)):  # by the model, of which Dynamo says little more
-        said = [raised[1]]
+    # By the model or by an operator: Dynamo's hint says only that it may fail uncompiled as well.
+    if raised := re.search(r"raised exception (.*)", str(error)):
+        return raised[1].rstrip(" .:") + _place(str(error))
+    if raised := re.search(r"with fake tensors: .*: got (\w+)\((['\"])(.*)\2\)", str(error)):
+        return f"{raised[1]}: {raised[3].rstrip(' .')}{_place(str(error))}"
     return " ".join(said[:3]).rstrip(" .:") + _place(str(error)) + dynamo.first_hint(str(error)).rstrip(".")
 
 

@@ -378,9 +378,21 @@ class Raises(nn.Module):
         return x * self.scale
 
 
+class Misshapen(nn.Module):
+    """Has a parameter of another size than its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(7))
+
+    def forward(self, x):
+        return x * self.scale
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        (Misshapen, r"RuntimeError: [^()]*\[?7.*, at compile/test_compiler\.py"),
         (Broken, r"branching.*, at torchmetrics/aggregation\.py"),
         (Raises, r"'Raises' object has no attribute 'scale'.*, at compile/test_compiler\.py"),
     ],
@@ -394,6 +406,7 @@ def test_what_cannot_be_one_graph_is_said_with_its_place(kind, said):
     ):
         block(torch.randn(4, 8, requires_grad=True))
     assert "exception handler" not in str(error.value)
+    assert "set_stance" not in str(error.value)
 
 
 class Counting(nn.Linear):
