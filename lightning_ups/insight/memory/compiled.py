@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from lightning_ups._compat.torch.compile.partitioner import random_states_in_place
 from lightning_ups._compat.torch.fake_tensors import (
     forget_compiled,
     is_fused,
@@ -172,6 +173,7 @@ def as_compiled(modules: Iterable[nn.Module], *, ledger: Ledger, reduces: bool =
 
     with ExitStack() as undo:
         undo.enter_context(quiet_compiler())
+        undo.enter_context(random_states_in_place())
         for module in dict.fromkeys(modules):
             undo.enter_context(replaced_forward(module, compiled))
         try:

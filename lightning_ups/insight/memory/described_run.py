@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -226,7 +227,7 @@ def _errors_explained(run: Run) -> Iterator[None]:
         reason = reason if reason == type(error).__name__ else f"{type(error).__name__}: {reason}"
         raise Uncountable(
             f"{name} failed in a dry run, on fake tensors and with a stand-in for the Trainer: {reason}."
-            f" Use --batch with the shapes that training_step expects. {MEASURE}"
+            f" If training_step expects another batch, give its shapes by --batch. {MEASURE}"
         ) from error
 
 
@@ -244,7 +245,7 @@ def _in_one_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # The description of a module has many lines, and the reason comes last.
     first = f"{lines[0]}...{lines[-1].strip()}" if lines[0].endswith("(") else lines[0]
-    return first.rstrip(".")[:300]
+    return shorten(first, 300, placeholder=" ...").rstrip(".")
 
 
 # What the run declares

@@ -388,3 +388,10 @@ def test_tensor_parallelism_splits_parameters_and_products():
         "DDP: no sharding",
         "FSDP2Strategy(sharding=gradients)",
     }
+
+
+def test_tensor_parallel_blocks_that_are_compiled_and_recomputed_are_counted():
+    strategy = FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan="gpt")
+    split = planner(Compile(), ActivationCheckpoint(save="nothing"), strategy=strategy, devices=4)
+    kept = planner(Compile(), strategy=strategy, devices=4)
+    assert split.moment(split.declared).of("activations") < kept.moment(kept.declared).of("activations")
