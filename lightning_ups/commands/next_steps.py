@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_ups._compat.lightning.checkpoints import kept_checkpoints
+from lightning_ups._compat.lightning.checkpoints import kept_checkpoints, why_none_written
 from lightning_ups.callbacks import RunManifest
 from lightning_ups.config.output import shell_word, short_path
 from lightning_ups.config.parser import SavedConfig
@@ -21,7 +21,7 @@ def closing_lines(trainer: Trainer, *, program: str, interrupted: bool = False) 
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
-    if interrupted and "://" not in checkpoint:
+    if (interrupted or not checkpoint) and "://" not in checkpoint:
         checkpoint = str(next(reversed(kept_checkpoints(trainer)), ""))
     paths = {
         # Not trainer.log_dir, which is a collective: this runs on rank 0 only.
@@ -29,11 +29,14 @@ def closing_lines(trainer: Trainer, *, program: str, interrupted: bool = False) 
         "checkpoint": checkpoint,
         "manifest": _path_of(RunManifest, trainer),
     }
-    if not (any(paths.values()) or interrupted):
+    missing = None if interrupted else why_none_written(trainer)
+    if not (any(paths.values()) or interrupted or missing):
         return
     yield ""
     shown = {what: short_path(path) for what, path in paths.items() if path}
     yield from (f"{what:11} {path}" for what, path in shown.items() if path != ".")  # as W&B's logger has it
+    if missing:
+        yield f"checkpoint  {missing}"
     next_steps = []
     if not interrupted:
         boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]

@@ -23,3 +23,26 @@ def test_a_logger_of_the_working_directory_is_not_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = Trainer(logger=WandbLogger(save_dir=".", offline=True), accelerator="cpu")
     assert not [line for line in closing_lines(trainer, program="x") if line.startswith("logs")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "after a validation or an epoch, and the run ended at step 0"),
+        ({"every_n_train_steps": 500}, "at step 500, and the run ended at step 0"),
+        ({"save_top_k": 0}, None),
+    ],
+)
+def test_a_fit_that_writes_no_checkpoint_says_why(tmp_path, settings, expected):
+    saver = ModelCheckpoint(dirpath=tmp_path, **settings)
+    trainer = Trainer(logger=False, callbacks=[saver], default_root_dir=tmp_path, accelerator="cpu")
+    lines = [line for line in closing_lines(trainer, program="x") if "none: ModelCheckpoint" in line]
+    assert [expected in line for line in lines] == ([True] if expected else [])
+
+
+def test_a_last_checkpoint_is_named_if_there_is_no_best(tmp_path):
+    saver = ModelCheckpoint(dirpath=tmp_path, save_top_k=0, save_last=True)
+    saver.last_model_path = str(tmp_path / "last.ckpt")
+    (tmp_path / "last.ckpt").touch()
+    trainer = Trainer(logger=False, callbacks=[saver], default_root_dir=tmp_path, accelerator="cpu")
+    assert any("last.ckpt" in line for line in closing_lines(trainer, program="x"))

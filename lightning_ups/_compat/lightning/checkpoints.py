@@ -106,6 +106,20 @@ def kept_checkpoints(trainer: Trainer) -> list[Path]:
     return _by_age(path for name in sorted(names | _on_exception(trainer)) if name and (path := Path(name)).exists())
 
 
+def why_none_written(trainer: Trainer) -> str | None:
+    """Return why the callbacks of a finished fit wrote no checkpoint; None if there is one, or none is wanted."""
+    callbacks = [each for each in _savers(trainer) if each.save_top_k != 0]
+    if not callbacks or any(each.best_model_path or each.last_model_path or each.best_k_models for each in callbacks):
+        return None
+    steps = [each._every_n_train_steps for each in callbacks if each._every_n_train_steps]
+    if steps and min(steps) > trainer.global_step:
+        when, cure = f"at step {min(steps)}", f"every_n_train_steps={max(trainer.global_step, 1)} or fewer"
+    else:
+        when, cure = "after a validation or an epoch", "a smaller val_check_interval, or every_n_train_steps"
+    name = type(callbacks[0]).__name__
+    return f"none: {name} saves {when}, and the run ended at step {trainer.global_step}. Use {cure}."
+
+
 def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
     return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
