@@ -51,7 +51,7 @@ def install(folder: Path, versions: Mapping[str, str | None], *, limit: float) -
     constraints.write_text("\n".join(_without_chosen((ROOT / "constraints.txt").read_text().splitlines())))
     chosen = [name if version is None else f"{name}=={version}" for name, version in versions.items()]
     environment = folder / "environment"
-    pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile"]
     for command in (
         [sys.executable, "-m", "venv", str(environment)],
         [*pip, "--constraint", str(constraints), *chosen, *others],
