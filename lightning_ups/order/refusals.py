@@ -225,17 +225,6 @@ REFUSALS = (
         holds=lambda run: bool(_read_split(run)),
     ),
     Refusal(
-        what=lambda run: f"{_in_one_backward(run)[0]} is given with {run.strategy.name}(schedule='zero-bubble').",
-        why=(
-            "That schedule computes gradients of inputs and of weights at different times, and recomputed or compiled"
-            " blocks compute both at once."
-        ),
-        cure="Use schedule='interleaved', or leave the callback out.",
-        holds=lambda run: (
-            run.training and run.strategy.settings.get("schedule") == "zero-bubble" and bool(_in_one_backward(run))
-        ),
-    ),
-    Refusal(
         what=lambda run: (
             f"{_writing(run)[0]} is given with {run.strategy.name}(pipeline_parallel_size={_stages(run)})."
         ),
@@ -482,10 +471,6 @@ def _group(run: Run) -> int:
 
 def _stages(run: Run) -> int:
     return run.strategy.settings.get("pipeline_parallel_size", 1)
-
-
-def _in_one_backward(run: Run) -> list[str]:
-    return [type(step).__name__ for step in run.declarations if step.stage in (Stage.RECOMPUTE, Stage.COMPILE)]
 
 
 def _copies(run: Run) -> int:

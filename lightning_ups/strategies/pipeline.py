@@ -42,6 +42,7 @@ class Pipeline:
         cut: How it is cut.
         group: The ranks of the pipeline.
         microbatches: The number of microbatches of a training step.
+        divides: Whether blocks can compute gradients of inputs first, and those of weights later.
         device: The device of this rank.
         undo: Ends it.
     """
@@ -53,11 +54,12 @@ class Pipeline:
         *,
         group: ProcessGroup,
         microbatches: int,
+        divides: bool,
         device: torch.device,
         undo: ExitStack,
     ) -> None:
         self._module, self._cut, self._group, self._device = module, cut, group, device
-        self._microbatches, self._last = microbatches, cut.ranks[-1]
+        self._microbatches, self._divides, self._last = microbatches, divides, cut.ranks[-1]
         self._stages = Stages(module, cut, undo=undo)
         self._schedules: dict[Any, Callable[[], None]] = {}  # by the shapes of a microbatch
         self._call: Call = lambda *_: None
@@ -115,6 +117,7 @@ class Pipeline:
             hidden=self._rehearse(),
             microbatches=self._microbatches,
             loss_scale=lambda: self._loss_scale,
+            divides=self._divides,
             device=self._device,
             group=self._group,
         )

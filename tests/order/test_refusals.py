@@ -194,13 +194,6 @@ REFUSED = {
         ),
         r"\(tensor_parallel_size=2, pipeline_parallel_size=2, replicate_size=1\) is given for a run on 2 devices",
     ),
-    "recomputation by a schedule that divides backwards": (
-        run(
-            strategy=dataclasses.replace(FSDP2, settings={"schedule": "zero-bubble"}),
-            callbacks=(ActivationCheckpoint(),),
-        ),
-        r"ActivationCheckpoint is given with FSDP2Strategy\(schedule='zero-bubble'\).*Use schedule='interleaved'",
-    ),
     "averages of a model in stages": (
         run(
             strategy=dataclasses.replace(FSDP2, settings={"pipeline_parallel_size": 2}),

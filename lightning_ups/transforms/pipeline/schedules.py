@@ -44,6 +44,11 @@ class Stage(nn.Module):
         return output.clone() if output._is_view() else output
 
 
+def _nothing_later() -> Callable[..., None]:
+    """Return what computes gradients of weights, if the backward of inputs has done that."""
+    return lambda: None
+
+
 def build_schedule(
     cut: Cut,
     stages: Sequence[Stage],
@@ -51,6 +56,7 @@ def build_schedule(
     hidden: Tensor,
     microbatches: int,
     loss_scale: Callable[[], float],
+    divides: bool,
     device: torch.device,
     group: ProcessGroup,
 ) -> Callable[[], None]:
@@ -62,6 +68,7 @@ def build_schedule(
         hidden: A meta tensor like what stages pass on.
         microbatches: Their number.
         loss_scale: Returns the factor of each loss in the backward.
+        divides: Whether blocks can compute gradients of inputs first, and those of weights later.
         device: The device of this rank.
         group: The ranks of the pipeline.
     """
@@ -78,6 +85,8 @@ def build_schedule(
             input_args=(numbers[:1].to("meta") if index == 0 else hidden,),
             output_args=(loss if index == last else hidden,),
             group=group,
+            # A fused loss computes both gradients at once, and once.
+            dw_builder=None if divides and index < last else _nothing_later,
         )
         for index, module in zip(cut.own_stages, stages, strict=True)
     ]

@@ -14,7 +14,7 @@ class Chain(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(4))
 
 
-def called(schedule):
+def called(schedule, divides):
     """Return the calls of the stages of both ranks: (stage, microbatch, whether something was received)."""
     cut = cut_model(Chain(), size=2, schedule=schedule, rank=dist.get_rank(), blocks=["blocks.*"])
     calls = []
@@ -35,6 +35,7 @@ def called(schedule):
         hidden=torch.empty(3, 2, device="meta"),
         microbatches=4,
         loss_scale=lambda: 0.5,
+        divides=divides,
         device=torch.device("cpu"),
         group=dist.group.WORLD,
     )
@@ -45,9 +46,10 @@ def called(schedule):
     return found
 
 
+@pytest.mark.parametrize("divides", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_stage_gets_each_microbatch_in_order(ranks, schedule):
-    (first, gradient), (other, its) = ranks(called, schedule)
+def test_each_stage_gets_each_microbatch_in_order(ranks, schedule, divides):
+    (first, gradient), (other, its) = ranks(called, schedule, divides)
     for stage in range(2 if schedule == "1F1B" else 4):
         own = [call for call in (*first, *other) if call[0] == stage]
         assert own == [(stage, number, stage > 0) for number in range(4)] * 2
