@@ -74,7 +74,7 @@ _PATCH, _SPEED = Patch(), Patch(only_speed=True)
 PURPOSES = (
     Purpose(
         "keep gradients and random numbers right in compiled code that is sharded or recomputed",
-        feature="SimpleFSDPStrategy or ActivationCheckpoint(memory_budget=...)",
+        feature="SimpleFSDPStrategy, tensor parallelism or ActivationCheckpoint(memory_budget=...)",
         test="test_parameters_with_equal_gradients_share_no_memory",
         patches={
             f"{_PARTITIONERS}:fx_graph_cse": _PATCH,

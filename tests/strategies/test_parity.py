@@ -132,15 +132,19 @@ def test_tensor_parallel_is_one_device(four_ranks, tmp_path, model, plan, replic
     check(four_ranks(gpt_case, tmp_path, strategy, 4, model), expected(model, tmp_path, {}), rel=1e-5)
 
 
-def compiled_gpt_case(tmp_path):
+def compiled_gpt_case(tmp_path, *callbacks):
     strategy = {"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt"}
-    options = {"data_ranks": 1, "callbacks": [Compile(backend="aot_eager", losses=True)]}
+    options = {
+        "data_ranks": 1,
+        "callbacks": [Compile(backend="aot_eager", losses=True, on_failure="raise"), *callbacks],
+    }
     return on_ranks("Gpt", tmp_path, strategy, 2, options)
 
 
-def test_tensor_parallel_compiled_is_one_device(ranks, tmp_path):
+@pytest.mark.parametrize("callbacks", [[], [ActivationCheckpoint(save="nothing")]], ids=["kept", "recomputed"])
+def test_tensor_parallel_compiled_is_one_device(ranks, tmp_path, callbacks):
     # The embedding returns a tensor that waits for a collective, and the first block is compiled.
-    check(ranks(compiled_gpt_case, tmp_path), expected("Gpt", tmp_path, {}), rel=1e-5)
+    check(ranks(compiled_gpt_case, tmp_path, *callbacks), expected("Gpt", tmp_path, {}), rel=1e-5)
 
 
 def evaluations(tmp_path, model, strategy, devices):

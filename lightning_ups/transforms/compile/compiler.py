@@ -16,10 +16,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.compile.cudagraph_trees import Demand
+from lightning_ups._compat.torch.compile.partitioner import random_states_in_place
 from lightning_ups._compat.torch.tensors.autograd import in_torch_func, saved_at_any_version
 from lightning_ups._compat.torch.tensors.tensors import arrived
 from lightning_ups._compat.torch.versions import NormWithStatistics
@@ -107,6 +109,8 @@ def compiled(
         undo.enter_context(dynamo.telling_guards_first())
         undo.enter_context(dynamo.comparing_forwards_by_function())
         undo.enter_context(dynamo.guarding_each_parameter())
+        if any(isinstance(parameter, DTensor) for block in blocks.values() for parameter in block.parameters()):
+            undo.enter_context(random_states_in_place())
         run.replace({name: module for name, module in blocks.items() if module not in inside} | {**losses})
         yield run
 
