@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ups.commands.exported_tokenizer import write_tokenizer
 from lightning_ups.config.suggestions import parse_options
 from lightning_ups.models import peft_adapters
-from lightning_ups.models.gpt import SIZES, GPTConfig
+from lightning_ups.models.gpt import SIZES, TOKENIZER, GPTConfig
 from lightning_ups.models.hf_names import hf_config, to_hf
 from lightning_ups.state.checkpoint import (
     MODELS,
@@ -27,6 +28,7 @@ from lightning_ups.state.checkpoint import (
     rest_of,
     write_safetensors,
 )
+from lightning_ups.transforms.quoted import first_line
 
 _GPT = "layers.0.attention.qkv.weight"  # names that only one family has
 _LLAMA = "model.embed_tokens.weight"
@@ -66,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         if asked.format == "torch":
             written = _as_one_file(path, output if is_file else output / "checkpoint.ckpt", asked)
         else:
-            written = _as_safetensors(path, output, asked)
+            written = _as_safetensors(path, output, asked) + _tokenizer(path, output, asked)
     except BaseException:
         with suppress(OSError):  # where something was written
             output.rmdir()
@@ -109,6 +111,11 @@ def _parser() -> argparse.ArgumentParser:
         help="a config.json to put beside the weights; with --adapters, an adapter_config.json lies beside it",
     )
     parser.add_argument(
+        "--tokenizer",
+        help="to put beside the weights, with --names hf: a folder of tokens or of a tokenizer, or a name on the Hub;"
+        " default: that of the run, if the checkpoint names it",
+    )
+    parser.add_argument(
         "--trust", action="store_true", help="build objects of any class, which runs what the checkpoint names"
     )
     return parser
@@ -135,6 +142,7 @@ def _as_one_file(path: Path, file: Path, asked: argparse.Namespace) -> list[Path
         "dtype": asked.dtype,
         "max-shard-size": asked.max_shard_size,
         "config": asked.config,
+        "tokenizer": asked.tokenizer,
     }
     if given := [f"--{name}={value}" for name, value in options.items() if value is not None]:
         raise ValueError(
@@ -152,6 +160,10 @@ def _as_one_file(path: Path, file: Path, asked: argparse.Namespace) -> list[Path
 
 
 def _as_safetensors(path: Path, output: Path, asked: argparse.Namespace) -> list[Path]:
+    if asked.tokenizer is not None and asked.names == "plain":
+        raise ValueError(
+            f"--tokenizer {asked.tokenizer} takes --names hf. With --names plain, only weights are written."
+        )
     weights: Mapping[str, Tensor] = SavedWeights(path)
     names = {name: name for name in weights}
     limit, config = _bytes(asked.max_shard_size or _SHARD_SIZE), None
@@ -176,6 +188,22 @@ def _as_safetensors(path: Path, output: Path, asked: argparse.Namespace) -> list
         print("No config.json: this checkpoint does not hold the model's config. Give one with --config.")
     extra = [output / name for name in ("config.json", "model.safetensors.index.json") if (output / name).exists()]
     return written + extra
+
+
+def _tokenizer(path: Path, output: Path, asked: argparse.Namespace) -> list[Path]:
+    """Write the tokenizer if it is known, and return its files."""
+    if asked.names == "plain":
+        return []
+    rest = rest_of(path, weights_only=not asked.trust)[0]
+    name = asked.tokenizer or rest.get(TOKENIZER) or rest.get("hyper_parameters", {}).get("pretrained")
+    why = "the checkpoint does not name that of its run"
+    try:
+        if name is not None:
+            return write_tokenizer(str(name), output)
+    except (OSError, ValueError, ImportError) as error:
+        why = f"{name} cannot be read ({first_line(error)})"
+    print(f"No tokenizer: {why}. Give --tokenizer in another export, or put its files into {output}.")
+    return []
 
 
 def _check_is_llama(config: Mapping[str, Any]) -> None:

@@ -140,6 +140,11 @@ class PackedTokens(LightningDataModule):
         """Tokens are below this number."""
         return self._sources[0].vocab_size if self._sources else TokenFolder(self.folders[0]).vocab_size
 
+    @property
+    def tokenizer(self) -> str:
+        """A folder with the tokenizer."""
+        return str(Path(self.folders[0]).absolute())
+
     @override
     def train_dataloader(self) -> DataLoader[PackedBatch]:
         assert self.train_rows is not None

@@ -27,6 +27,7 @@ from lightning_ups.order.arguments import check_choice
 
 Size = Literal["tiny", "150M", "1B", "8B", "10B", "70B"]
 Loss = Literal["logits", "chunked"]
+TOKENIZER = "lightning_ups.tokenizer"  # the key in a checkpoint of the name of the run's tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -416,6 +417,12 @@ class GPTModule(ScheduledAdamW):
         }
         given = {name: value for name, value in given.items() if value is not None}
         self.config = replace(SIZES[size], **given)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        data = getattr(self._trainer, "datamodule", None)
+        if isinstance(name := getattr(data, "tokenizer", None), str) and name != "bytes":
+            checkpoint[TOKENIZER] = name  # for `export`
 
     @override
     def on_fit_start(self) -> None:

@@ -7,7 +7,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from lightning_ups.commands import tokenize
 from lightning_ups.commands.export import main
+from lightning_ups.data import PackedTokens
 from lightning_ups.models.gpt import GPTModule
 from tests.state.checkpoint import test_loading as saving
 from tests.state.checkpoint.test_checksums import flip, saved
@@ -198,3 +200,35 @@ def test_a_checkpoint_is_checked_without_writing_anything(tmp_path, capsys):
     with pytest.raises(ValueError, match="--output is missing"):
         main(["--checkpoint", str(path)])
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def with_tokens(path):
+    """Return a folder of tokens, each a byte, whose documents end with 256."""
+    (path / "texts").mkdir()
+    (path / "texts" / "a.txt").write_text("some words, and more of them. " * 40)
+    words = ["--source", path / "texts", "--tokenizer", "bytes", "--output", path / "tokens"]
+    tokenize.main([*map(str, words)])
+    return path / "tokens"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("known", [True, False])
+def test_the_tokenizer_of_the_run_is_put_beside_the_weights(tmp_path, capsys, known):
+    transformers = pytest.importorskip("transformers")
+    data = PackedTokens(with_tokens(tmp_path), seq_len=16, batch_size=2, val_fraction=0, num_workers=0)
+    module = GPTModule(size="tiny", vocab_size=257, max_seq_len=32, warmup_steps=1)
+    options = {"accelerator": "cpu", "max_steps": 1, "logger": False, "enable_progress_bar": False}
+    run = Trainer(**options, default_root_dir=tmp_path, enable_checkpointing=False)
+    run.fit(module, data)
+    if not known:
+        run.datamodule = None
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    main(["--checkpoint", str(tmp_path / "x.ckpt"), "--output", str(tmp_path / "hf"), "--names", "hf-llama"])
+    config = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").config
+    assert (config.bos_token_id, config.eos_token_id) == (None, 256 if known else None)
+    said = capsys.readouterr().out
+    if known:
+        assert "tokenizer.json" in said
+        assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").encode("ab") == data.encode("ab")
+    else:
+        assert "No tokenizer" in said
