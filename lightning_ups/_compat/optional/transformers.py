@@ -41,7 +41,7 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
     no loss, such as GPT-2's, warns as it takes the default one, which ends a graph: it is given that loss.
     """
     outputs: Any = sys.modules.get(_OUTPUTS)
-    kind: Any = sys.modules["transformers"].PreTrainedModel if hasattr(outputs, _INSTALL) else ()
+    kind: Any = _model_class() if hasattr(outputs, _INSTALL) else ()
     models: list[Any] = [
         child for child in module.modules() if isinstance(child, kind) and not vars(child).get(_INSTALLED)
     ]
@@ -94,6 +94,11 @@ def _opens_a_collector(model: nn.Module) -> bool:
     return forward is not None
 
 
+def _model_class() -> Any:
+    """Return the class of all models, or no class if none can exist. Asking transformers for it imports torchao."""
+    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+
+
 def is_output_hook(hook: object) -> bool:
     """Return whether ``hook`` only collects outputs of a layer for transformers."""
     return getattr(hook, "__module__", None) == _OUTPUTS
@@ -114,7 +119,7 @@ def masks_depend_on_positions(module: nn.Module) -> list[nn.Module]:
     masks: Any = sys.modules.get(_MASKS)
     if not hasattr(masks, "find_packed_sequence_indices"):
         return []
-    kind = sys.modules["transformers"].PreTrainedModel
+    kind = _model_class()
     return [
         child
         for child in module.modules()

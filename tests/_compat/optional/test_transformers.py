@@ -2,6 +2,8 @@
 
 import functools
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -140,3 +142,15 @@ def test_a_model_is_left_as_it_was():
     with ready_for_one_graph(model):
         assert model.loss_function is transformers.loss.loss_utils.LOSS_MAPPING["ForCausalLM"]
     assert "_loss_function" not in vars(model)
+
+
+def test_a_model_of_others_does_not_import_the_models_of_transformers():
+    pytest.importorskip("transformers.utils.output_capturing")
+    code = (
+        "import sys, transformers.utils.output_capturing; from torch import nn;"
+        "from lightning_ups._compat.optional import transformers as ours;"
+        "before = 'transformers.modeling_utils' in sys.modules;"
+        "ours.ready_for_one_graph(nn.Linear(1, 1)).__enter__();"
+        "assert not before; assert 'transformers.modeling_utils' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
