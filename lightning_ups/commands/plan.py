@@ -91,8 +91,10 @@ def show(requested: RequestedRun, *, gpu: str | None = None, batch: str | None =
     rows = [_row(planner, planner.declared, exact=True)]
     if rows[0].moment is None:
         raise Uncountable(rows[0].why)
-    for variant in planner.variants():
-        note(f"plan: {variant.name}")
+    variants = [*planner.variants()]
+    note(f"plan: {next(_verdict(planner, rows[0]))}")
+    for number, variant in enumerate(variants, 1):
+        note(f"plan: {variant.name} ({number} of {len(variants)})")
         rows.append(_row(planner, variant))
     useless = [row.variant.name for row in rows[1:] if _is_useless(row, than=rows[0])]
     rows = [row for row in rows if row.variant.name not in useless]
