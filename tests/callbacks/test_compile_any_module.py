@@ -364,3 +364,29 @@ def test_a_run_that_its_epochs_make_short_compiles_nothing(tmp_path, caplog, epo
         trainer(tmp_path, callbacks=[compiling, facts], epochs=epochs).fit(plain(Stacked()))
     assert facts.facts["graphs"] == graphs
     assert ("Compile: nothing, since the run has 16 steps" in caplog.text) is (graphs == 0)
+
+
+class Validated(Module):
+    def validation_step(self, batch, index):
+        self.loss(batch)
+
+    def val_dataloader(self):
+        return DataLoader(self.data, batch_size=None)
+
+
+class Seen(nn.Linear):
+    def forward(self, x):
+        self.compiled.append(torch.compiler.is_compiling())
+        return super().forward(x)
+
+
+@pytest.mark.short
+def test_nothing_is_compiled_for_the_sanity_check_of_a_short_run(tmp_path):
+    torch.compiler.reset()
+    net = Seen(8, 8)
+    net.compiled = []
+    module = Validated(net, [torch.randn(4, 8) for _ in range(4)])
+    compiling = Compile(scope="auto", mode="default", backend="aot_eager")
+    trainer(tmp_path, callbacks=[compiling], epochs=1).fit(module)
+    assert len(net.compiled) == 10
+    assert not any(net.compiled)

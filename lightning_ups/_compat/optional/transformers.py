@@ -58,7 +58,7 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
         for model in models
         if known
         and type(model).loss_function is kind.loss_function
-        and "_loss_function" not in vars(model)
+        and not hasattr(model, "_loss_function")
         and getattr(model, "loss_type", None) not in known
     ]
     before = {child: {*child._forward_hooks} for model in models for child in model.modules()}
@@ -69,11 +69,11 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
         for encoder in encoders:
             encoder._requires_grad = False
         for model in without_loss:
-            model.loss_function = known["ForCausalLM"]
+            model._loss_function = known["ForCausalLM"]
         yield
     finally:
         for model in without_loss:
-            if model.loss_function is known["ForCausalLM"]:
+            if vars(model).get("_loss_function") is known["ForCausalLM"]:
                 del model._loss_function
         for encoder in encoders:
             encoder._requires_grad = True

@@ -7,6 +7,7 @@ empty, and it only grows.
 import hashlib
 import json
 import os
+import tempfile
 import time
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning_ups._compat.environment import installed
 from lightning_ups._compat.torch.compile import dynamo
 
 LIMIT = 4 * 2**30  # bytes
+_ROOM = 64 * 2**20  # bytes that the programs of a model may take
 _IN_USE = 3600.0  # seconds for which a program is kept after its last use, since another process may still load it
 # Others may be shared by machines, which differ in their processors, and whose locks do not hold.
 _LOCAL = frozenset("bcachefs btrfs ext2 ext3 ext4 f2fs overlay ramfs tmpfs xfs zfs".split())  # noqa: SIM905
@@ -25,7 +27,7 @@ def user_folder() -> Path:
     """Create and return the folder for programs of the installed versions, which only this user may write to.
 
     Raises:
-        OSError: If it is not on a local file system, others may write to it, or it cannot be created.
+        OSError: If it is not on a local file system, others may write to it, or it cannot be created or written to.
     """
     root = _root()
     if (kind := _file_system(root)) not in _LOCAL:
@@ -36,6 +38,8 @@ def user_folder() -> Path:
         _check(each, private=each == root)
     folder = root / _key()
     folder.mkdir(mode=0o700, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:  # a disk or a quota may be full
+        os.posix_fallocate(file.fileno(), 0, _ROOM)
     return folder
 
 
@@ -61,7 +65,10 @@ def _root() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lightning_ups", "compiled")
     if not folder.is_absolute():
         raise OSError(f"{folder} is no absolute path")
-    return folder.resolve()
+    try:
+        return folder.resolve()
+    except RuntimeError as error:  # of links in a circle, before Python 3.13
+        raise OSError(str(error)) from error
 
 
 @cache

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_ups._compat.optional.transformers import ready_for_one_graph
 
@@ -114,6 +115,27 @@ def test_layers_outside_of_what_collects_outputs_stay_in_one_graph():
     assert loss.requires_grad
     assert len(hidden) == 3
     assert len(graphs) == 2, "one for each of the calls"
+
+
+def test_a_loss_of_the_user_stays():
+    def weighted(logits, labels, vocab_size, **kwargs):
+        return logits.float().square().mean()
+
+    class Own(transformers.GPT2LMHeadModel):
+        def _loss_function(self, *args, **kwargs):
+            return weighted(*args, **kwargs)
+
+    class Function(nn.Module):
+        forward = staticmethod(weighted)
+
+    given, inputs = decoder_without_a_named_loss()
+    by_class, by_module = Own(given.config), given
+    by_module.loss_function = Function()
+    for model in (by_class, by_module):
+        expected = model.eval()(**inputs).loss
+        with ready_for_one_graph(model):
+            assert model(**inputs).loss == expected
+        assert model(**inputs).loss == expected
 
 
 def test_a_forward_may_be_any_callable():

@@ -1,3 +1,4 @@
+import errno
 import os
 import time
 from pathlib import Path
@@ -53,6 +54,24 @@ def test_a_folder_of_another_user_is_refused(home, monkeypatch, place):
     monkeypatch.setattr(Path, "stat", owned)
     with pytest.raises(PermissionError, match=f"{other} belongs to another user"):
         user_folder()
+
+
+def test_a_folder_without_room_is_refused(home, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        user_folder()
+
+
+def test_links_in_a_circle_are_refused(home):
+    (home / "one").symlink_to(home / "two")
+    (home / "two").symlink_to(home / "one")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(home / "one"))
+        with pytest.raises(OSError):
+            user_folder()
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", None])

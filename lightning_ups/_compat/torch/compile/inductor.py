@@ -24,8 +24,9 @@ def chosen_cache_folder() -> str | None:
     """Return the folder of compiled programs that the environment names; inductor also sets the variables itself."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+    default = default_cache_dir()
     values = (os.environ.get(name) for name in _FOLDERS)
-    return next((value for value in values if value and not value.startswith(default_cache_dir())), None)
+    return next((value for value in values if value and value not in (default, os.path.join(default, "triton"))), None)
 
 
 @contextmanager
