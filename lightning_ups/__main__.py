@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lightning_ups import __version__
 from lightning_ups.config.errors import broken_package, cure_of_broken, report_errors
-from lightning_ups.config.suggestions import check_config, suggest
+from lightning_ups.config.suggestions import check_config, unknown_command
 
 
 class _Tool(NamedTuple):
@@ -84,7 +84,7 @@ def _run(words: list[str]) -> int:
     # Options may precede the command, as in LightningCLI.
     command = next((word for word in words if word in known), None) if words[0].startswith("-") else words[0]
     if command not in known:
-        raise ValueError(f"Unknown command {words[0]!r}. {suggest(words[0], [*TRAINER, *TOOLS])}")
+        raise ValueError(unknown_command(words, [*TRAINER, *TOOLS]))
     words.remove(command)
     if command not in _WITHOUT_RUN:
         for option, value in pairwise([*words, ""]):

@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ups.config.suggestions import suggest
+from lightning_ups.config.suggestions import nearest
 
 AUTO = "auto"  # the preset of the device
 _AUTO_CHOICES = "cpu, a100 or h100"
@@ -28,7 +28,9 @@ def text(name: str) -> str:
             " Print one of these, as in: presets h100"
         )
     if name not in names():
-        raise ValueError(f"Unknown preset {name!r}. {suggest(name, [AUTO, *names()])}")
+        near = nearest(name, [AUTO, *names()], cutoff=0.7)  # less would suggest 'cpu' for 'gpu'
+        all_names = f"Use {AUTO!r}, which selects one for the device, or one of: {', '.join(names())}."
+        raise ValueError(f"Unknown preset {name!r}. {f'Did you mean {near!r}?' if near else all_names}")
     return (_FOLDER / f"{name}.yaml").read_text()
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -54,6 +55,13 @@ def suggest_file(name: str | Path, *, endings: Sequence[str], otherwise: str = "
     stem = wanted.name.removesuffix(wanted.suffix if wanted.suffix in endings else "")
     near = None if folder == wanted else nearest(stem, files)
     return f"Did you mean {str(files[near])!r}?" if near else suggest("", map(str, files.values()), otherwise=otherwise)
+
+
+def unknown_command(words: Sequence[str], known: Iterable[str]) -> str:
+    """Return the error for a command line without a command that is known."""
+    if not words or words[0].startswith("-"):
+        return f"There is no command. Write one first, as in: {shlex.join(['fit', *words])}"
+    return f"Unknown command {words[0]!r}. {suggest(words[0], known)}"
 
 
 def check_config(source: str) -> None:

@@ -33,7 +33,7 @@ def test_the_yaml_of_one(capsys):
     ("name", "message"),
     [
         ("h10", r"Did you mean 'h100'\?$"),
-        ("zebra", "Use one of: a100, auto, cpu, h100"),
+        ("gpu", "Use 'auto', .* or one of: a100, cpu, h100, h200-fp8, memory"),
         ("auto", "cpu, a100 or h100"),
         ("../presets/cpu", "presets/cpu"),
     ],

@@ -2,7 +2,7 @@ from argparse import ArgumentParser
 
 import pytest
 
-from lightning_ups.config.suggestions import nearest, parse_options, suggest, suggest_file
+from lightning_ups.config.suggestions import nearest, parse_options, suggest, suggest_file, unknown_command
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,18 @@ def test_suggest_file(tmp_path, monkeypatch, wrong, right):
     for name in ("run.yaml", "another.yaml", "run.txt", "examples/quickstart.yaml"):
         (tmp_path / name).touch()
     assert right in suggest_file(wrong, endings=(".yaml", ".yml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (["--config", "a b.yaml"], "fit --config 'a b.yaml'"),
+        ([], "fit"),
+        (["fti"], "Unknown command 'fti'. Did you mean 'fit'?"),
+    ],
+)
+def test_unknown_command(words, cure):
+    assert unknown_command(words, ["fit", "test"]).endswith(cure)
 
 
 def test_parse_options():
