@@ -21,6 +21,8 @@ def main(argv: Sequence[str]) -> int:
     asked = parse_options(_parser(), argv)
     if asked.seq_len < 1:
         raise ValueError(f"--seq-len {asked.seq_len} is too short. Give 1 or more.")
+    if asked.documents < 1:
+        raise ValueError(f"--documents {asked.documents} is too few. Give 1 or more.")
     folder = TokenFolder(asked.folder)
     if not len(folder.lengths):
         raise ValueError(f"{asked.folder} has no documents. Check --source and --field of tokenize.")
@@ -34,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     print(*_lines(folder, report), sep="\n")
     packing = packings[asked.packing]
     if len(packing):
-        print(*_sample(folder, packing, asked.row), sep="\n")
+        print(*_sample(folder, packing, asked.row, most=asked.documents), sep="\n")
     return 0
 
 
@@ -100,7 +102,7 @@ def _lines(folder: TokenFolder, report: dict[str, Any]) -> Iterator[str]:
     yield f"  without packing, one document in each row: {padded['efficiency']:.2%} used{lost}"
 
 
-def _sample(folder: TokenFolder, packing: Packing, row: int) -> Iterator[str]:
+def _sample(folder: TokenFolder, packing: Packing, row: int, *, most: int) -> Iterator[str]:
     if not -len(packing) <= row < len(packing):
         raise ValueError(f"--row {row} does not exist. There are {len(packing)} rows, counted from 0.")
     tokenizer = folder.tokenizer()
@@ -108,14 +110,16 @@ def _sample(folder: TokenFolder, packing: Packing, row: int) -> Iterator[str]:
     inside = slice(packing.rows[row], packing.rows[row + 1])
     yield ""
     yield f"row {row}:"
-    for start, length in zip(packing.starts[inside].tolist(), packing.lengths[inside].tolist(), strict=True):
+    parts = [*zip(packing.starts[inside].tolist(), packing.lengths[inside].tolist(), strict=True)]
+    for start, length in parts[:most]:
         document = int(np.searchsorted(folder.starts, start, side="right")) - 1
         first = start - int(folder.starts[document])
         tokens = folder.tokens[start : start + length + 1]
         tail = "" if first + length + 1 == folder.lengths[document] else "; the rest is in another row"
         yield f"--- document {document}, tokens {first:,} to {first + length:,} of {folder.lengths[document]:,}{tail}"
         yield _shortened(marked_text(tokenizer, tokens))
-    yield "---"
+    left = len(parts) - most
+    yield f"--- and {_number(left, 'document')} more: --documents {len(parts)} shows all" if left > 0 else "---"
 
 
 def _number(count: int, what: str) -> str:
@@ -141,6 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--row", type=int, default=0, metavar="N", help="number of the row whose text is shown (default: 0)"
+    )
+    parser.add_argument(
+        "--documents", type=int, default=5, metavar="N", help="documents of that row that are shown (default: 5)"
     )
     parser.add_argument("--json", action="store_true", help="print only the numbers, as JSON")
     return parser

@@ -23,6 +23,15 @@ def test_the_page_has_lengths_packing_and_a_row_with_its_boundaries(ups, tmp_pat
     assert "document 2" not in outcome.out, "it has no prediction"
 
 
+def test_a_row_of_many_documents_is_shortened(ups, tmp_path):
+    path = token_folder(tmp_path, [[1, 0]] * 9)
+    out = ups("inspect", path, "--seq-len", "9").out
+    assert out.count("--- document") == 5
+    assert "and 4 documents more: --documents 9" in out
+    assert ups("inspect", path, "--seq-len", "9", "--documents", "9").out.count("--- document") == 9
+    assert "--documents 0" in said(ups("inspect", path, "--documents", "0"))
+
+
 def test_cut_documents_are_marked(ups, tmp_path):
     out = ups("inspect", token_folder(tmp_path, [[*range(9), 0]]), "--seq-len", "4").out
     assert "10 tokens of 1 document," in out
