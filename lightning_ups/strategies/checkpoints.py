@@ -107,6 +107,7 @@ class Checkpoints:
         self._blocked_s: list[float] = []
         self._gathered: list[ref[Tensor]] = []  # what `module_state` has last gathered on this rank
         self._claims: dict[Path, Signature] = {}  # claims of this run, by directory
+        self._created: set[Path] = set()  # the directories that this run created
         self._given: dict[str, Any] = {}  # the module state that `load` returned
         self._read_later: Path | None = None
 
@@ -335,7 +336,9 @@ class Checkpoints:
         Returns:
             The running process that has claimed some of these names. Then nothing is claimed.
         """
-        make(directory)
+        if not directory.is_dir():
+            make(directory)
+            self._created.add(directory)
         with one_at_a_time(directory):
             others = [*neighbors(directory)]
             same = [other for other in others if {*names} & {*map(str, other.claim.names)}]
@@ -364,8 +367,9 @@ class Checkpoints:
         for directory, signature in self._claims.items():
             with suppress(OSError):
                 signature.remove()
-                directory.rmdir()  # if nothing was saved
-        self._claims = {}
+                if directory in self._created:  # an empty folder of the user stays
+                    directory.rmdir()  # if nothing was saved
+        self._claims, self._created = {}, set()
 
     def _is_outside_a_run(self) -> bool:
         state = self._trainer.state

@@ -408,6 +408,19 @@ def test_the_draft_of_a_killed_run_is_deleted_at_once(tmp_path, other):
     save(tmp_path / "step=1.ckpt", 2)
 
 
+@pytest.mark.parametrize("is_users", [False, True])
+def test_only_a_folder_that_the_run_created_is_deleted_if_nothing_was_saved(tmp_path, is_users):
+    place = tmp_path / "kept"
+    if is_users:
+        place.mkdir()
+    checkpoints = connected(place).strategy.checkpoints
+    checkpoints.check_places()
+    assert [*place.glob(".run*")]
+    checkpoints.close()
+    assert place.exists() == is_users
+    assert not [*tmp_path.rglob(".run*")]
+
+
 def test_starts_at_once_leave_one_run(tmp_path, processes):
     results = processes.Queue()
     children = [processes.Process(target=start_and_tell, args=(tmp_path, results)) for _ in range(3)]
