@@ -1,17 +1,19 @@
 """Runs the steps of a module as a pipeline: microbatches, what they log, and the loss that all ranks return."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler
 from torchmetrics import Metric
 
 from lightning_ups.transforms.patching import instead_of
@@ -19,6 +21,11 @@ from lightning_ups.transforms.pipeline import Cut, Stage, Stages, build_schedule
 
 Call = Callable[..., Any]  # a step of the module, in its context
 _LOSS = ""  # as if the module logged it
+_REDUCE = {"max": torch.amax, "min": torch.amin, "sum": torch.sum}
+_HOOKS = {
+    "backward": "torch's schedule runs it. Scale the loss in training_step",
+    "configure_gradient_clipping": "each rank has only its stages. Use Trainer(gradient_clip_val=1.0)",
+}
 
 
 def refuse_pipeline(module: LightningModule) -> None:
@@ -32,6 +39,39 @@ def refuse_pipeline(module: LightningModule) -> None:
         )
     if trainer.state.fn == TrainerFn.PREDICTING:
         raise ValueError(f"{of} Trainer.predict. Load a checkpoint with Trainer(devices=1, strategy='fsdp2').")
+    for hook, why in _HOOKS.items():
+        if trainer.state.fn == TrainerFn.FITTING and is_overridden(hook, module):
+            raise ValueError(f"{of} {type(module).__name__}.{hook}: {why}, and remove {hook}.")
+
+
+def refuse_frozen(module: LightningModule, cut: Cut) -> None:
+    """Raise if a rank has nothing to train."""
+    trained = set()
+    for name, home in cut.homes.items():
+        place, _, key = name.rpartition(".")
+        if getattr(module.get_submodule(place), key).requires_grad:
+            trained.add(home)
+    if module.trainer.state.fn == TrainerFn.FITTING and len(trained) < cut.size:
+        rank = min({*range(cut.size)} - trained)
+        raise ValueError(
+            f"All parameters of {type(module).__name__} on rank {rank} of the pipeline are frozen. Leave"
+            " pipeline_parallel_size out: FSDP2Strategy() trains it."
+        )
+
+
+def _refuse_last_batch(trainer: Trainer, microbatches: int) -> None:
+    """Raise if the last batch of an epoch cannot be divided, as far as the loaders tell."""
+    steps = trainer.max_steps * trainer.accumulate_grad_batches
+    for loader in tree_leaves(trainer.train_dataloader):
+        batches = getattr(loader, "batch_sampler", None)
+        if type(batches) is not BatchSampler or batches.drop_last or not isinstance(batches.sampler, Sized):
+            continue
+        rows = len(batches.sampler) % batches.batch_size
+        if rows % microbatches and not trainer.num_training_batches < len(batches) and not 0 <= steps < len(batches):
+            raise ValueError(
+                f"The last batch of an epoch has {rows} rows, which microbatches={microbatches} does not divide. Use"
+                " DataLoader(..., drop_last=True)."
+            )
 
 
 class Pipeline:
@@ -78,6 +118,8 @@ class Pipeline:
             scale: The factor of the loss in the backward.
             kwargs: Further arguments of the step.
         """
+        if self._is_first_step:
+            _refuse_last_batch(self._module.trainer, self._microbatches)
         self._loss_scale = scale / self._microbatches
         batches = split_batch(batch, self._microbatches)
         with self._running(call, batches, *args, **kwargs):
@@ -151,9 +193,9 @@ class Pipeline:
             yield
 
     def _share(self) -> Tensor | None:
-        """Log on each rank the mean over microbatches of what the last stage logged, and return the mean loss."""
+        """Log on each rank what the last stage logged, reduced over microbatches, and return the mean loss."""
         heads: list[Any] = []
-        means: list[Tensor] = []
+        reduced: list[Tensor] = []
         for name in dict.fromkeys(name for logged in self._logged for name in logged):
             entries = [logged[name] for logged in self._logged if name in logged]
             value, args, kwargs = entries[-1]
@@ -162,12 +204,14 @@ class Pipeline:
                 heads.append((name, args, kwargs, metric, None))
                 continue
             numbers = [torch.as_tensor(each, device=self._device) for each, *_ in entries]
-            means.append(torch.stack([number.double() for number in numbers]).mean())
+            reduce = kwargs.get("reduce_fx", args[4] if len(args) > 4 else "mean")
+            over = _REDUCE.get(getattr(reduce, "__name__", reduce), torch.mean)  # Lightning refuses others
+            reduced.append(over(torch.stack([number.double() for number in numbers])))
             heads.append((name, args, kwargs, None, numbers[0].dtype))
         box = [heads]
         dist.broadcast_object_list(box, group=self._group, group_src=self._last)
         count = sum(metric is None for *_, metric, _ in box[0])
-        values = torch.stack(means) if means else torch.empty(count, dtype=torch.float64, device=self._device)
+        values = torch.stack(reduced) if reduced else torch.empty(count, dtype=torch.float64, device=self._device)
         dist.broadcast(values, group=self._group, group_src=self._last)
         left, loss = iter(values), None
         for name, args, kwargs, metric, dtype in box[0]:

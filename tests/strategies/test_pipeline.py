@@ -186,6 +186,7 @@ class Measured(Staged):
         loss = self.loss(batch)
         self.log("loss", loss, prog_bar=True)
         self.log_dict({"rows": float(len(batch)), "twice": 2 * loss}, on_epoch=True, on_step=False)
+        self.log("all_rows", float(len(batch)), reduce_fx="sum", on_epoch=True)
         return {"loss": loss}
 
     def validation_step(self, batch, _):
@@ -202,6 +203,25 @@ class Measured(Staged):
 
 class Manual(Own):
     automatic_optimization = False
+
+
+class OwnBackward(Own):
+    def backward(self, loss):
+        (loss * 0.1).backward()
+
+
+class OwnClip(Own):
+    def configure_gradient_clipping(self, *_):
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class Frozen(Own):
+    """Nothing is left to train on the first rank."""
+
+    def build(self):
+        super().build()
+        for part in (self.stem, *self.trunk["layers"][:2]):
+            part.requires_grad_(False)
 
 
 class OnMeta(Staged):
@@ -239,6 +259,9 @@ for case in (
     Manual,
     OnMeta,
     Skipping,
+    OwnBackward,
+    OwnClip,
+    Frozen,
 ):
     CASES[case.__name__] = case
 
@@ -418,12 +441,28 @@ def refused(ranks, function, *arguments):
         ("Conditioned", {}, "trunk.layers.2 has a second input"),
         ("Skipping", {}, "The first loss is NaN"),
         ("Manual", {}, "automatic_optimization=False"),
+        ("OwnBackward", {}, "OwnBackward.backward"),
+        ("OwnClip", {}, "Trainer(gradient_clip_val=1.0)"),
+        ("Frozen", {}, "All parameters of Frozen on rank 0 of the pipeline are frozen"),
         ("Tied", {}, "Use schedule='zero-bubble'"),
         ("Staged", {"microbatches": 5}, "A batch of 16 rows cannot be divided into microbatches=5"),
     ],
 )
 def test_what_cannot_be_a_pipeline_is_refused(ranks, tmp_path, name, strategy, words):
     assert words in refused(ranks, piped, name, tmp_path, strategy, 2)
+
+
+def uneven(folder):
+    lightning = trainer(folder, epochs=1, strategy=FSDP2Strategy(pipeline_parallel_size=2, microbatches=4), devices=2)
+    model = CASES["Own"]()
+    try:
+        lightning.fit(model, DataLoader(data()[:14], batch_size=8))
+    finally:
+        assert not model.losses
+
+
+def test_a_last_batch_that_does_not_divide_is_refused_before_the_first_step(ranks, tmp_path):
+    assert "The last batch of an epoch has 6 rows" in refused(ranks, uneven, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,8 @@ def drop_others(model: nn.Module, cut: Cut, *, device: torch.device) -> None:
             if cut.homes[f"{name}.{key}".removeprefix(".")] == cut.rank:
                 continue
             if key in module._parameters:
-                setattr(module, key, _nothing_like(module._parameters.pop(key), device))
+                nothing = _nothing_like(p := module._parameters.pop(key), device)
+                setattr(module, key, nothing.requires_grad_(p is not None and p.requires_grad))
             else:
                 module._non_persistent_buffers_set.add(key)
     _CUT.keep(model, cut)
