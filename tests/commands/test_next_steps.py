@@ -31,6 +31,7 @@ def test_a_logger_of_the_working_directory_is_not_named(tmp_path, monkeypatch):
         ({}, "after a validation or an epoch, and the run ended at step 0"),
         ({"every_n_train_steps": 500}, "at step 500, and the run ended at step 0"),
         ({"save_top_k": 0}, None),
+        ({"monitor": "val_los"}, "monitors 'val_los', which the run did not log. Logged: nothing."),
     ],
 )
 def test_a_fit_that_writes_no_checkpoint_says_why(tmp_path, settings, expected):

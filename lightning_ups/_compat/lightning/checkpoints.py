@@ -111,6 +111,11 @@ def why_none_written(trainer: Trainer) -> str | None:
     callbacks = [each for each in _savers(trainer) if each.save_top_k != 0]
     if not callbacks or any(each.best_model_path or each.last_model_path or each.best_k_models for each in callbacks):
         return None
+    logged = trainer.callback_metrics
+    unknown = [each for each in callbacks if each.monitor not in (None, "epoch", "step", *logged)]
+    if unknown:
+        wants = f"{type(unknown[0]).__name__} monitors {unknown[0].monitor!r}"
+        return f"none: {wants}, which the run did not log. Logged: {', '.join(logged) or 'nothing'}."
     steps = [each._every_n_train_steps for each in callbacks if each._every_n_train_steps]
     if steps and min(steps) > trainer.global_step:
         when, cure = f"at step {min(steps)}", f"every_n_train_steps={max(trainer.global_step, 1)} or fewer"
