@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -54,6 +54,12 @@ def own_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return {"gpu": own.gpu, "batch": own.batch, "as_json": own.json}, rest
 
 
+def gpu_of(own: Mapping[str, Any]) -> tuple[str, tuple[int, int]] | None:
+    """Return name and compute capability of ``--gpu``, by which ``preset: auto`` chooses; None: of this machine."""
+    device = _device(own["gpu"]) if own["gpu"] else None
+    return device and (device.name, device.capability)
+
+
 def main(words: Sequence[str]) -> int | None:
     """Print the list of GPUs, if it is requested; None: a configuration is needed."""
     own, _ = parse_own_options(_parser(), words)
@@ -70,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="All options of fit are taken as well, such as --config run.yaml.",
         allow_abbrev=False,
     )
-    parser.add_argument("--gpu", metavar="NAME", help="a name of the table, or GiB; 'list' prints the table")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="a name of the table, or GiB; 'list' prints the table. The preset auto follows it"
+    )
     parser.add_argument("--devices", metavar="N", help="GPUs in each node, in place of trainer.devices")
     parser.add_argument("--nodes", metavar="M", help="nodes, in place of trainer.num_nodes")
     parser.add_argument(

@@ -37,8 +37,15 @@ class Request:
     notes: Sequence[str]  # lines for the user: the preset, and which of its settings are overridden
 
 
-def read_command_line(words: Sequence[str], *, slots: Mapping[str, type]) -> Request:
-    """Read files and preset, and merge lists by class. Each of `slots` is a section that holds one callback.
+def read_command_line(
+    words: Sequence[str], *, slots: Mapping[str, type], gpu: tuple[str, tuple[int, int]] | None = None
+) -> Request:
+    """Read files and preset, and merge lists by class.
+
+    Args:
+        words: The command and its options.
+        slots: The sections that hold one callback each.
+        gpu: Name and compute capability of the GPU of the preset ``auto``. None: the device of this machine.
 
     Raises:
         ValueError: If a file, the preset or a typed change of a list is wrong.
@@ -50,7 +57,7 @@ def read_command_line(words: Sequence[str], *, slots: Mapping[str, type]) -> Req
     options = _typed_layer(rest)
     for layer in [*files, options]:
         _check_sections(layer, slots)
-    name, notes = _choose_preset([*files, options], named)
+    name, notes = _choose_preset([*files, options], named, gpu)
     preset = preset_layer(name) if name is not None else None
     parsed = [_for_parser(layer, slots) for layer in files]
     lists = {each: MergedList(each, preset) for each in LISTS}
@@ -76,10 +83,10 @@ def read_command_line(words: Sequence[str], *, slots: Mapping[str, type]) -> Req
     return Request(words=[command, *configs, *rest], texts=texts, given=given, preset=name, notes=notes)
 
 
-def preset_of_device(accelerator: str) -> tuple[str | None, str]:
+def preset_of_device(accelerator: str, gpu: tuple[str, tuple[int, int]] | None = None) -> tuple[str | None, str]:
     """Return the preset for the device that `accelerator` selects, or None if there is none, and the reason."""
-    if accelerator != "cpu" and torch.cuda.is_available():
-        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if accelerator != "cpu" and (gpu or torch.cuda.is_available()):
+        name, (major, minor) = gpu or (torch.cuda.get_device_name(), torch.cuda.get_device_capability())
         if major < 8:
             return None, f"{name} does not support bfloat16 (compute capability {major}.{minor})"
         return "h100" if major >= 9 else "a100", f"the device is {name}"
@@ -222,7 +229,9 @@ def _merged_tree(
     return tree
 
 
-def _choose_preset(layers: Sequence[Layer], named: str | None) -> tuple[str | None, list[str]]:
+def _choose_preset(
+    layers: Sequence[Layer], named: str | None, gpu: tuple[str, tuple[int, int]] | None
+) -> tuple[str | None, list[str]]:
     """Return the preset, from the command line or else from the last file that names one, and notes about it."""
     in_files = [layer for layer in layers if layer.tree.get("preset")]
     name = named if named is not None else in_files[-1].tree["preset"] if in_files else "none"
@@ -234,7 +243,8 @@ def _choose_preset(layers: Sequence[Layer], named: str | None) -> tuple[str | No
     if name != presets.AUTO:
         return name, [f"preset {name}: {presets.comment(name)}"]
     accelerators = [section(layer.tree, "trainer").get("accelerator") for layer in layers]
-    name, why = preset_of_device(next((each for each in reversed(accelerators) if isinstance(each, str)), "auto"))
+    accelerator = next((each for each in reversed(accelerators) if isinstance(each, str)), "auto")
+    name, why = preset_of_device(accelerator, gpu)
     if name is None:
         return None, [f"preset auto: none, because {why}"]
     return name, [f"preset auto: {name}, because {why}"]

@@ -17,6 +17,7 @@ from lightning_ups.insight.memory.plan import Planner
 from lightning_ups.models import GPTModule
 from lightning_ups.precision import Float8Precision
 from tests.cli_toys import Data, Toy
+from tests.command import DATA, MODEL
 from tests.config.test_requested_run import DEFAULTS
 
 SETTINGS = DEFAULTS | {"accumulate_grad_batches": 1}
@@ -208,6 +209,14 @@ def test_without_a_gpu_it_says_which_holds_it(capsys, monkeypatch, keep):
     assert "This configuration trains on a CPU." in text
     assert "each GPU" not in text
     assert "  fits" not in out
+
+
+def test_the_preset_auto_follows_the_gpu(ups, keep):
+    keep()
+    outcome = ups("plan", "--preset", "auto", "--gpu", "h100-80", tree={"model": MODEL, "data": DATA})
+    assert outcome.code == 0
+    assert "preset auto: h100" in outcome.err
+    assert "BF16Precision" in outcome.out
 
 
 def test_settings_that_cost_speed_and_save_nothing_are_left_out(capsys, keep):

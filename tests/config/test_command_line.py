@@ -245,6 +245,12 @@ def test_the_preset_of_a_gpu(monkeypatch, capability, preset):
     assert preset_of_device("cpu")[0] == "cpu"
 
 
+def test_the_preset_of_another_machine():
+    gpu = ("NVIDIA H100 80GB", (9, 0))
+    assert preset_of_device("auto", gpu) == ("h100", "the device is NVIDIA H100 80GB")
+    assert preset_of_device("cpu", gpu)[0] == "cpu"
+
+
 def test_auto(ask, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
