@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
@@ -474,16 +475,37 @@ def _hints(trainer: Trainer) -> dict[str, Any]:
         for part in (*trainer.callbacks, trainer.precision_plugin)  # type: ignore[attr-defined]
         if not (isinstance(part, AccelerationFlags) and not part.flags.gc_interval)  # which is what would be advised
     }
+    hints = {
+        "parts": parts,
+        "log_every_n_steps": trainer.log_every_n_steps if trainer.loggers else 0,  # type: ignore[attr-defined]
+        "batch_hooks": _batch_hooks(trainer),
+        "batch_callbacks": [
+            type(each).__name__
+            for each in trainer.callbacks  # type: ignore[attr-defined]
+            if not type(each).__module__.startswith(("lightning.", "lightning_ups."))
+            and type(each).on_train_batch_end is not Callback.on_train_batch_end
+        ],
+    }
     if not loaders:
-        return {"parts": parts}
+        return hints
     loader = min(loaders, key=lambda each: each.num_workers)  # of several, the one that is waited for the longest
-    return {
+    return hints | {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
         "batch_size": loader.batch_size,
         "persistent_workers": loader.persistent_workers,
-        "parts": parts,
     }
+
+
+def _batch_hooks(trainer: Trainer) -> list[str]:
+    """Return the hooks of the module and the datamodule that work on each batch before its step."""
+    return [
+        f"{type(owner).__name__}.{name}"
+        for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None))
+        if isinstance(owner, DataHooks)
+        for name in ("on_before_batch_transfer", "on_after_batch_transfer")
+        if getattr(type(owner), name) is not getattr(DataHooks, name)
+    ]
 
 
 def _short(rate: float) -> str:

@@ -31,7 +31,7 @@ from lightning_ups.insight.report import (
     run_folder,
     write_pictures,
 )
-from lightning_ups.insight.throughput import PHASE_NAMES, Summary, checks, first_change, rows
+from lightning_ups.insight.throughput import Summary, checks, first_change, phase_names, rows
 from lightning_ups.order import TrainerOnly
 from lightning_ups.transforms.patching import instead_of
 from lightning_ups.transforms.quoted import quoted
@@ -242,7 +242,7 @@ def _measured(summary: Summary) -> dict[str, Any]:
             for check in checks(summary)
         ],
         "figures": figures,
-        "split": {PHASE_NAMES[phase]: summary.split[phase] for phase in PHASE_NAMES if phase in summary.split},
+        "split": {name: summary.split[phase] for phase, name in phase_names(summary).items() if phase in summary.split},
     }
 
 

@@ -4,7 +4,7 @@ from lightning_ups.insight.throughput.bottlenecks import bottlenecks, checks, fi
 from lightning_ups.insight.throughput.flops import StepFlops, count_flops, step_flops
 from lightning_ups.insight.throughput.meter import Flops, Inspection, Meter, Span, Summary, inspect_spans, quantile
 from lightning_ups.insight.throughput.peaks import Arithmetic, Peaks, given_peaks, peaks_of
-from lightning_ups.insight.throughput.table import PHASE_NAMES, rows, text_table
+from lightning_ups.insight.throughput.table import PHASE_NAMES, phase_names, rows, text_table
 from lightning_ups.insight.throughput.timeline import PAUSES, Clock, Phase, Timeline, clock_for, phase_of
 from lightning_ups.insight.throughput.units import Count, counter, tensors_of
 
@@ -32,6 +32,7 @@ __all__ = [
     "given_peaks",
     "inspect_spans",
     "peaks_of",
+    "phase_names",
     "phase_of",
     "quantile",
     "rows",

@@ -10,6 +10,7 @@ from lightning_ups._compat.environment import usable_cores
 from lightning_ups.insight.throughput.meter import Summary
 
 _LEAST_STEPS, _LEAST_SECONDS = 50, 30  # one of them, for advice
+_MUCH_LOOP = 0.25  # of a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,20 +52,30 @@ class Bottleneck:
 def checks(summary: Summary) -> list[Check]:
     """Return the thresholds of what was measured in ``summary``."""
     used = _used_memory(summary)
+    unsure = f"{summary.steps} steps are too few to say why" if is_short(summary) else ""
     note = "" if used is None or 0.8 <= used <= 0.95 else "room for a larger batch" if used < 0.8 else "near OOM"
     found: list[tuple[str, float | None, str, Callable[[float], bool], str]] = [
         ("GPU utilisation", summary.gpu.get("utilisation"), ">= 80 %", lambda v: v >= 0.8, ""),
         ("GPU memory", used, "80-95 %", lambda v: 0.8 <= v <= 0.95, note),
-        ("waiting for data", summary.split.get("data"), "<= 5 %", lambda v: v <= 0.05, ""),
+        ("waiting for data", summary.split.get("data"), "<= 5 %", lambda v: v <= 0.05, _data_note(summary)),
         ("exposed communication", _exposed_communication(summary), "<= 15 %", lambda v: v <= 0.15, ""),
         ("MFU", summary.utilisation.get("mfu"), ">= 50 %", lambda v: v >= 0.5, ""),
         ("scaling efficiency", summary.scaling, ">= 80 %", lambda v: v >= 0.8, ""),
     ]
     return [
-        Check(name=name, value=value, wanted=wanted, passed=is_good(round(value, 3)), note=note)  # as it is printed
+        Check(name=name, value=value, wanted=wanted, passed=passed, note=note or ("" if passed else unsure))
         for name, value, wanted, is_good, note in found
         if value is not None
+        for passed in (is_good(round(value, 3)),)  # as it is printed
     ]
+
+
+def _data_note(summary: Summary) -> str:
+    """Return what to do about a slow loader where something else is to change first."""
+    first = first_change(summary)
+    if first is None or first.name == "slow loader":
+        return ""
+    return next((re.split(r" \(|:", each.change)[0] for each in _data(summary) if each.name == "slow loader"), "")
 
 
 def unmeasured(summary: Summary) -> list[str]:
@@ -92,7 +103,7 @@ def _used_memory(summary: Summary) -> float | None:
 
 def bottlenecks(summary: Summary) -> list[Bottleneck]:
     """Return what costs time in the run, the most expensive first."""
-    sources = (_idle_gpu, _data, _uneven_steps, _other_ranks, _hardware, _outside_steps)
+    sources = (_idle_gpu, _data, _loop, _uneven_steps, _other_ranks, _hardware, _outside_steps)
     return sorted((each for source in sources for each in source(summary)), key=lambda each: -each.lost)
 
 
@@ -150,7 +161,19 @@ def _data(summary: Summary) -> Iterator[Bottleneck]:
             what=f"{share:.0%} of each step is spent waiting for the next batch{now}",
             change=_more_workers(workers, cores=_cores_per_rank(summary)),
         )
-    if (share := summary.split.get("transfer", 0.0)) >= 0.05:
+    if (share := summary.split.get("transfer", 0.0)) < 0.05:
+        return
+    hooks = summary.hints.get("batch_hooks", ())
+    if hooks or summary.on_cpu:  # a CPU has no copy to wait for
+        copies = "" if summary.on_cpu else ", with the copy to the device"
+        yield Bottleneck(
+            name="slow batch hooks",
+            lost=share,
+            what=f"{share:.0%} of each step is spent in {' and '.join(hooks) or 'the hooks of the batch'}{copies}",
+            change="do less there, such as encoding or augmenting: do it once ahead of training, or in the dataset"
+            " with num_workers. A cache that the first epoch fills is slow in this epoch alone",
+        )
+    else:
         unpinned = summary.hints.get("pin_memory") is False
         yield Bottleneck(
             name="slow transfer",
@@ -177,13 +200,29 @@ def _cores_per_rank(summary: Summary) -> int:
     return max(1, usable_cores() // ranks_here)
 
 
+def _loop(summary: Summary) -> Iterator[Bottleneck]:
+    idle = (summary.inspection.idle or 0.0) if summary.inspection else 0.0  # has advice of its own
+    if (share := summary.split.get("other", 0.0) - idle) < _MUCH_LOOP:
+        return
+    every, callbacks = summary.hints.get("log_every_n_steps"), summary.hints.get("batch_callbacks", ())
+    yield Bottleneck(
+        name="slow loop",
+        lost=share,
+        what=f"{share:.0%} of each step is spent in the loop, in logging and in callbacks",
+        change=(f"log less often (log_every_n_steps={every} now), " if every else "")
+        + "do less after each batch in "
+        + (", ".join(callbacks) or "callbacks")
+        + ", or raise the batch size if steps are short",
+    )
+
+
 def _without_data(summary: Summary, share: float) -> float:
     """Return ``share`` without what the loader and the copies account for."""
     return share - summary.split.get("data", 0.0) - summary.split.get("transfer", 0.0)
 
 
 def _uneven_steps(summary: Summary) -> Iterator[Bottleneck]:
-    uneven = _without_data(summary, summary.uneven)
+    uneven = _without_data(summary, summary.uneven) - sum(each.lost for each in _loop(summary))
     if summary.steps >= 20 and uneven >= 0.1 and summary.step_s and summary.step_p95_s:
         yield Bottleneck(
             name="uneven steps",
@@ -237,7 +276,8 @@ def _other_ranks(summary: Summary) -> Iterator[Bottleneck]:
             change="accumulate gradients (accumulate_grad_batches), shard less (sharding='gradients', replicate_size),"
             " and check the links (python -m lightning_ups doctor; NCCL_DEBUG=INFO)",
         )
-    if (slowest := summary.slowest_rank) is not None and slowest[1] >= 0.1:
+    slowest = None if summary.on_cpu else summary.slowest_rank  # ranks on CPUs share cores
+    if slowest is not None and slowest[1] >= 0.1:
         rank, more = slowest
         yield Bottleneck(
             name="slow rank",

@@ -121,6 +121,11 @@ class Summary:
     hints: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether the run computes on CPUs."""
+        return self.device == "cpu"
+
+    @property
     def scaling(self) -> float | None:
         """The rate as a share of ``num_devices`` times the given rate of a single device."""
         if self.single_device is None or self.units_per_s is None:

@@ -17,6 +17,11 @@ PHASE_NAMES = {
 }
 
 
+def phase_names(summary: Summary) -> dict[str, str]:
+    """Return the names of the phases; on a CPU nothing is copied to a device."""
+    return PHASE_NAMES | ({"transfer": "batch hooks"} if summary.on_cpu else {})
+
+
 def text_table(summary: Summary) -> str:
     """Return the table: rates, the split of a step, thresholds, and what to change first."""
     return "\n".join(["", *_lines(summary), ""]) + "\n"
@@ -41,7 +46,7 @@ def _lines(summary: Summary) -> Iterator[str]:
     yield ""
     change = first_change(summary)
     if is_short(summary):
-        pass
+        yield f"  Change first: {summary.steps} steps are too few to say."
     elif change is None:
         yield "  Change first: nothing that was measured stands out."
     else:
@@ -78,7 +83,7 @@ def _rates(summary: Summary) -> Iterator[Row]:
 
 def _split(summary: Summary) -> Iterator[Row]:
     if summary.split:
-        parts = [f"{name} {summary.split.get(phase, 0.0):.1%}" for phase, name in PHASE_NAMES.items()]
+        parts = [f"{name} {summary.split.get(phase, 0.0):.1%}" for phase, name in phase_names(summary).items()]
         yield "of a step", ", ".join(parts)
     if (look := summary.inspection) is not None and look.idle is not None:
         exposed = f", exposed communication {look.exposed_communication:.1%} (of {look.communication:.1%})"

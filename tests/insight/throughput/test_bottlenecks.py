@@ -160,6 +160,39 @@ def test_a_short_run_gets_no_advice():
     assert first_change(run(**changed, fit_s=60.0)) is not None
 
 
+def test_the_rows_of_a_short_run_say_why_there_is_no_advice():
+    (failed,) = [each for each in checks(run(split=split(data=0.4), steps=22, fit_s=6.0)) if not each.passed]
+    assert (failed.name, failed.note) == ("waiting for data", "22 steps are too few to say why")
+
+
+def test_a_slow_loader_that_is_not_first_has_its_advice_in_its_row():
+    changed = {"split": split(data=0.1), "hints": {"num_workers": 0}}
+    both = run(**changed, inspection=looked(idle=0.12, exposed_communication=0.4))
+    assert "set num_workers of the DataLoader" in [each.note for each in checks(both)]
+    assert {each.note for each in checks(run(**changed))} == {""}
+
+
+def test_on_a_cpu_the_hooks_of_the_batch_are_named_in_place_of_a_copy():
+    changed = {"split": split(transfer=0.5), "inspection": None, "memory": {}, "gpu": {}, "utilisation": {}}
+    hooks = {"batch_hooks": ["Latents.on_after_batch_transfer"]}
+    found = first_change(run(**changed, device="cpu", num_devices=1, hints=hooks))
+    assert (found.name, found.what) == (
+        "slow batch hooks",
+        "50% of each step is spent in Latents.on_after_batch_transfer",
+    )
+    assert "copying" in first_change(run(**changed)).what
+    assert "copy to the device" in first_change(run(**changed, hints=hooks)).what
+
+
+def test_logging_that_takes_most_of_a_step_comes_before_uneven_steps():
+    changed = {"split": split(other=0.75), "uneven": 0.82, "step_p95_s": 4.0}
+    hints = {"log_every_n_steps": 2, "batch_callbacks": ["Mine"]}
+    (found,) = bottlenecks(run(**changed, hints=hints))
+    assert found.name == "slow loop"
+    assert "log less often (log_every_n_steps=2 now), do less after each batch in Mine" in found.change
+    assert "log less" not in first_change(run(**changed)).change  # without a logger
+
+
 def test_on_a_cpu_no_exposed_communication_is_missed():
     assert unmeasured(run(gpu={}, memory={}, inspection=None)) == []
 
@@ -172,6 +205,7 @@ def test_a_slow_rank_costs_what_the_others_wait():
     def rank(forward):
         return RankTimes(steps=2, seconds=2.0, units=1.0, split={"forward": 2 * forward}, split_seconds=2.0)
 
+    assert bottlenecks(run(ranks=[rank(0.8), rank(0.4)], device="cpu")) == []  # they share cores
     (found,) = bottlenecks(run(ranks=[rank(0.8), rank(0.4)]))
     assert "rank 0 takes 100% longer" in found.what
     assert found.lost == pytest.approx(0.4)
