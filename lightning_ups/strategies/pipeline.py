@@ -17,7 +17,8 @@ from torch.utils.data import BatchSampler
 from torchmetrics import Metric
 
 from lightning_ups.transforms.patching import instead_of
-from lightning_ups.transforms.pipeline import Cut, Stage, Stages, build_schedule, split_batch
+from lightning_ups.transforms.pipeline import Cut, Stage, Stages, build_schedule, showing_others, split_batch
+from lightning_ups.transforms.random_state import host_state, restore_host_state
 
 Call = Callable[..., Any]  # a step of the module, in its context
 _LOSS = ""  # as if the module logged it
@@ -131,8 +132,9 @@ class Pipeline:
         assert loss is not None
         if self._is_first_step and loss.isnan():
             raise ValueError(
-                "The first loss is NaN. Under pipeline parallelism, code after the blocks cannot read parameters that"
-                " belong to the first stage. Use schedule='zero-bubble', where one rank has both."
+                "The first loss is NaN. In a pipeline it cannot depend on what other stages compute: parameters of"
+                " other ranks, and outputs or attributes of earlier blocks. Use schedule='zero-bubble' if it reads"
+                " parameters before the blocks, else leave pipeline_parallel_size out."
             )
         self._is_first_step = False
         return loss.requires_grad_()
@@ -148,9 +150,15 @@ class Pipeline:
     def _running(self, call: Call, batches: list[Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         self._call = lambda batch: call(batch, *args, **kwargs)
         self._batches, self._results, self._logged = batches, [], []
-        self._seed = int(torch.randint(2**62, ()))  # ranks of a pipeline have the same random state
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            yield
+        seed = torch.randint(2**62, ()).to(self._device)
+        dist.broadcast(seed, group=self._group, group_src=0)  # hooks may have drawn on one rank alone
+        self._seed, state = int(seed), host_state()
+        try:
+            devices = [self._device] if self._device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices), showing_others(self._module):
+                yield
+        finally:
+            restore_host_state(state)
 
     def _build(self) -> Callable[[], None]:
         return build_schedule(
@@ -258,9 +266,10 @@ class Pipeline:
                 except Exception as error:  # noqa: BLE001  (raised below, on every rank, or the others would wait)
                     cause, box[3] = error, f"{type(error).__name__}: {error}"
             dist.broadcast_object_list(box, group=self._group, group_src=rank)
-            shape, dtype, self._stages.structure, failure = box
+            shape, dtype, structure, failure = box
             if failure is not None:
                 raise RuntimeError(f"Stage {stage} of the pipeline has failed: {failure}") if cause is None else cause
+            self._stages.structure = structure
             hidden = torch.empty(shape, dtype=dtype, device=self._device) if out is None else out.detach()
             dist.broadcast(hidden, group=self._group, group_src=rank)
         assert hidden is not None

@@ -52,7 +52,11 @@ def restore_random_state(state: dict[str, Any], generators: Sequence[torch.Gener
 
 def seed_from(state: dict[str, Any], *, rank: int) -> None:
     """Seed all generators of a rank without saved state from that of another rank, reproducibly."""
-    seed = zlib.crc32(state["torch"].numpy().tobytes()) + rank
+    seed_host(zlib.crc32(state["torch"].numpy().tobytes()) + rank)
+
+
+def seed_host(seed: int) -> None:
+    """Seed Python's, torch's and, if it is imported, NumPy's generator."""
     random.seed(seed)
     torch.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:

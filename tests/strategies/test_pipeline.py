@@ -1,6 +1,7 @@
 """Pipeline parallelism trains what one device does, in float64."""
 
 import os
+import random
 import warnings
 from contextlib import chdir
 from functools import partial
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -224,6 +226,69 @@ class Frozen(Own):
             part.requires_grad_(False)
 
 
+class Supervised(Own):
+    """The loss reads the hidden states after the first block."""
+
+    def run(self, x):
+        h = seen = self.stem(x)
+        for number, layer in enumerate(self.trunk["layers"]):
+            h = layer(h, scale=x[:, :1])
+            seen = h if number == 0 else seen
+        return self.head(h + seen)
+
+
+class Balanced(Own):
+    """Blocks keep a loss of their own, which the step adds."""
+
+    def run(self, x):
+        out = super().run(x)
+        return out + sum(layer.balance for layer in self.trunk["layers"])
+
+    def build(self):
+        super().build()
+        for layer in self.trunk["layers"]:
+            layer.__class__ = Balancing
+
+
+class Balancing(Layer):
+    balance = 0.0
+
+    def forward(self, x, *, scale):
+        out = super().forward(x, scale=scale)
+        self.balance = out.square().mean()
+        return out
+
+
+class Decayed(Own):
+    """The loss reads all parameters."""
+
+    def loss(self, x):
+        return super().loss(x) + 0.1 * sum(p.square().sum() for p in self.parameters() if p.requires_grad)
+
+
+class Drawn(Own):
+    """Draws what the loss reads before the blocks; a hook draws on one rank alone."""
+
+    def loss(self, x):
+        factor, noise = random.random() + np.random.rand(), torch.randn_like(x.double())
+        self.draws = {**getattr(self, "draws", {}), x.sum().item(): (factor, noise.sum().item())}
+        return (self.run(x + noise) * factor - noise).square().mean()
+
+    def on_train_batch_end(self, *args):
+        super().on_train_batch_end(*args)
+        if self.global_rank == 0:
+            torch.randn(3), random.random()
+
+
+class Normalized(Own):
+    """With statistics before and after the blocks."""
+
+    def build(self):
+        super().build()
+        self.stem = nn.Sequential(self.stem, nn.BatchNorm1d(16, affine=False).double())
+        self.head = nn.Sequential(nn.BatchNorm1d(16, affine=False).double(), self.head)
+
+
 class OnMeta(Staged):
     """Built without memory, where there are several ranks."""
 
@@ -262,6 +327,11 @@ for case in (
     OwnBackward,
     OwnClip,
     Frozen,
+    Supervised,
+    Balanced,
+    Decayed,
+    Drawn,
+    Normalized,
 ):
     CASES[case.__name__] = case
 
@@ -440,6 +510,12 @@ def refused(ranks, function, *arguments):
     [
         ("Conditioned", {}, "trunk.layers.2 has a second input"),
         ("Skipping", {}, "The first loss is NaN"),
+        ("Supervised", {}, "The first loss is NaN"),
+        ("Supervised", {"schedule": "zero-bubble"}, "The first loss is NaN"),
+        ("Balanced", {}, "The first loss is NaN"),
+        ("Balanced", {"schedule": "zero-bubble"}, "The first loss is NaN"),
+        ("Decayed", {}, "The first loss is NaN"),
+        ("Decayed", {"schedule": "zero-bubble"}, "The first loss is NaN"),
         ("Manual", {}, "automatic_optimization=False"),
         ("OwnBackward", {}, "OwnBackward.backward"),
         ("OwnClip", {}, "Trainer(gradient_clip_val=1.0)"),
@@ -450,6 +526,38 @@ def refused(ranks, function, *arguments):
 )
 def test_what_cannot_be_a_pipeline_is_refused(ranks, tmp_path, name, strategy, words):
     assert words in refused(ranks, piped, name, tmp_path, strategy, 2)
+
+
+def drawn(folder, schedule):
+    made = FSDP2Strategy(pipeline_parallel_size=2, schedule=schedule, microbatches=4)
+    model, _, _ = train("Drawn", folder, strategy=made, ranks=2, data_ranks=1)
+    found = [None] * 2
+    dist.all_gather_object(found, model.draws)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "zero-bubble"])
+def test_all_stages_draw_the_same_numbers_before_the_blocks(ranks, tmp_path, schedule):
+    first, second = ranks(drawn, tmp_path, schedule)
+    assert first == second
+
+
+def normalized(folder, schedule):
+    made = FSDP2Strategy(pipeline_parallel_size=2, schedule=schedule, microbatches=4)
+    model, _, _ = train("Normalized", folder, strategy=made, ranks=2, data_ranks=1)
+    found = [None] * 2
+    dist.all_gather_object(
+        found, {key: value.tolist() for key, value in model.state_dict().items() if ".running" in key}
+    )
+    return {**found[0], **found[1]}
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+def test_statistics_are_those_of_one_run_of_each_microbatch(ranks, tmp_path, schedule):
+    once, result = ranks(normalized, tmp_path / "1F1B", "1F1B"), ranks(normalized, tmp_path, schedule)
+    assert {*result} == {f"{place}.running_{name}" for place in ("stem.1", "head.0") for name in ("mean", "var")}
+    for name, value in once.items():
+        assert result[name] == pytest.approx(value, rel=1e-10)
 
 
 def uneven(folder):

@@ -1,7 +1,16 @@
 """Pipeline parallelism: divides the blocks of a model, and a training step with them, into stages."""
 
 from lightning_ups.transforms.pipeline.batches import split_batch
-from lightning_ups.transforms.pipeline.cut import SCHEDULES, Cut, Schedule, absent_state, cut_model, cut_of, drop_others
+from lightning_ups.transforms.pipeline.cut import (
+    SCHEDULES,
+    Cut,
+    Schedule,
+    absent_state,
+    cut_model,
+    cut_of,
+    drop_others,
+    showing_others,
+)
 from lightning_ups.transforms.pipeline.schedules import Stage, build_schedule
 from lightning_ups.transforms.pipeline.stages import Stages
 
@@ -16,5 +25,6 @@ __all__ = [
     "cut_model",
     "cut_of",
     "drop_others",
+    "showing_others",
     "split_batch",
 ]

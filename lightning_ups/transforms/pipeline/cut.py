@@ -5,8 +5,9 @@ the first stage, and what comes after them, such as the head, to the last.
 """
 
 from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -189,6 +190,23 @@ def drop_others(model: nn.Module, cut: Cut, *, device: torch.device) -> None:
             else:
                 module._non_persistent_buffers_set.add(key)
     _CUT.keep(model, cut)
+
+
+@contextmanager
+def showing_others(model: nn.Module) -> Iterator[None]:
+    """Let ``model.parameters()`` return the NaN of `drop_others` too, for steps that read all parameters."""
+    shown: list[tuple[dict[str, Any], str]] = []
+    for name in absent_state(model):
+        place, _, key = name.rpartition(".")
+        module = model.get_submodule(place)
+        if key in vars(module):
+            shown.append((module._parameters, key))
+            module._parameters[key] = vars(module)[key]
+    try:
+        yield
+    finally:
+        for parameters, key in shown:
+            del parameters[key]
 
 
 def _nothing_like(parameter: Tensor | None, device: torch.device) -> Tensor:

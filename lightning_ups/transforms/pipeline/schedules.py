@@ -35,7 +35,7 @@ class Stage(nn.Module):
 
     @override
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return iter([*self._parts()])
+        return (p for p in self._parts() if isinstance(p, nn.Parameter))  # others are of other ranks
 
     @override
     def forward(self, received: Tensor, *, number: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 So a step needs no change: each rank calls the user's step with a microbatch. The first stage computes it down to the
 last block that it has. Later stages continue with what they receive in place of the input of their first block, and the
-last stage runs to the end of the step.
+last stage runs to the end of the step. Outputs of blocks that are skipped, and what they would write to themselves, are
+NaN, so that a loss that depends on them is NaN too.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ups.transforms.forward import Forward, replaced_forward
 from lightning_ups.transforms.pipeline.cut import Cut
+from lightning_ups.transforms.random_state import seed_host
 
 
 class _EndOfStage(BaseException):  # not an Exception, which the user's code may catch
@@ -27,6 +29,22 @@ class _Run:
     def __init__(self, blocks: range, received: Tensor | None, seed: int, *, ends_with_blocks: bool) -> None:
         self.blocks, self.received, self.seed, self.ends_with_blocks = blocks, received, seed, ends_with_blocks
         self.next = 0  # the block that must be called next
+        self.at_first_block = ExitStack()  # undoes what code before the blocks has written
+        self.at_end = ExitStack()
+
+
+def _nan(shape: torch.Size, *, like: Tensor) -> Tensor:
+    return like.new_full((), float("nan")).expand(shape)  # without memory
+
+
+def _attributes(block: nn.Module) -> dict[tuple[str, str], Tensor]:
+    """Return the floating point tensors that are plain attributes of ``block`` and of modules in it."""
+    return {
+        (place, name): value
+        for place, module in block.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
 
 
 class Stages:
@@ -42,7 +60,15 @@ class Stages:
         self._cut = cut
         self._run: _Run | None = None
         self._places: int | None = None  # the length of the tuple that a block returns; None: it returns a tensor
+        self._written: dict[int, dict[tuple[str, str], torch.Size]] = {}  # attributes that a block's forward writes
         self._looks = False
+        in_blocks = {module for name in cut.blocks for module in model.get_submodule(name).modules()}
+        self._buffers = [
+            (module, key)
+            for name, module in model.named_modules()
+            for key in module._buffers
+            if module not in in_blocks and cut.homes.get(f"{name}.{key}".removeprefix(".")) == cut.rank
+        ]
         for index, name in enumerate(cut.blocks):
             undo.enter_context(replaced_forward(model.get_submodule(name), partial(self._in_turn, index)))
 
@@ -64,7 +90,9 @@ class Stages:
         blocks = self._cut.stages[stage]
         is_last = blocks.stop == len(self._cut.blocks)
         with self._running(_Run(blocks, received, seed + 7919 * stage, ends_with_blocks=False)) as run:
-            torch.manual_seed(seed)
+            seed_host(seed)
+            if stage > 0:  # the first stage has run the same code before the blocks
+                run.at_first_block.callback(self._restoring_buffers())
             try:
                 result = step()
             except _EndOfStage as end:
@@ -104,19 +132,20 @@ class Stages:
         return out
 
     @property
-    def structure(self) -> int | None:
-        """What a block returns, as the first stage has seen it; to be set on the other ranks."""
-        return self._places
+    def structure(self) -> Any:
+        """What blocks return and write, as the stages so far have seen it; to be set on the other ranks."""
+        return self._places, self._written
 
     @structure.setter
-    def structure(self, value: int | None) -> None:
-        self._places = value
+    def structure(self, value: Any) -> None:
+        self._places, self._written = value
 
     @contextmanager
     def _running(self, run: _Run) -> Iterator[_Run]:
         self._run = run
         try:
-            yield run
+            with run.at_end:
+                yield run
         finally:
             self._run = None
 
@@ -135,19 +164,46 @@ class Stages:
                 raise _EndOfStage(hidden)
             run.next += 1
             if index < run.blocks.start:
-                return self._as_output(hidden)
+                assert run.received is not None
+                self._skip(index, block, run)
+                return self._as_output(_nan(run.received.shape, like=run.received))
             if index == run.blocks.start and run.received is not None:
                 self._check_others(index, args, kwargs)
                 args, kwargs, _ = self._inputs(index, args, kwargs, instead=run.received)
-                torch.manual_seed(run.seed)
+                run.at_first_block.close()
+                seed_host(run.seed)
+            before = _attributes(block) if run.ends_with_blocks else {}
             output = forward(block, *args, **kwargs)
             if run.ends_with_blocks:
+                after = _attributes(block).items()
+                self._written[index] = {key: x.shape for key, x in after if x is not before.get(key)}
                 self._places = len(output) if isinstance(output, tuple) else None
                 if index + 1 == len(self._cut.blocks):
                     raise _EndOfStage(output[0] if isinstance(output, tuple) else output)
             return output
 
         return in_turn
+
+    def _skip(self, index: int, block: nn.Module, run: _Run) -> None:
+        """Let what the block would write be NaN until the end of the run."""
+        for (place, name), shape in self._written.get(index, {}).items():
+            values = vars(block.get_submodule(place))
+            undo = partial(values.__setitem__, name, values[name]) if name in values else partial(values.pop, name)
+            run.at_end.callback(undo)
+            assert run.received is not None
+            values[name] = _nan(shape, like=run.received)
+
+    def _restoring_buffers(self) -> Callable[[], None]:
+        """Return a function that restores the buffers outside of the blocks."""
+        found = [(module, key, module._buffers.get(key)) for module, key in self._buffers]
+        kept = [(module, key, buffer, buffer.clone()) for module, key, buffer in found if buffer is not None]
+
+        def restore() -> None:
+            for module, key, buffer, value in kept:
+                buffer.data.copy_(value)  # a backward of an earlier microbatch may have saved it
+                module._buffers[key] = buffer
+
+        return restore
 
     def _inputs(
         self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, instead: Tensor | None = None
