@@ -191,6 +191,7 @@ class TrainingReport(Callback, TrainerOnly):
             checkpoints=checkpoints,
             images=logged_images(trainer),
             left_out=self._history.left_out(),
+            no_curves=_no_curves(trainer),
             manifest=_without_run(known),
             **measured,
         )
@@ -229,6 +230,17 @@ def _checkpoints(trainer: Trainer) -> tuple[list[tuple[str, str]], list[tuple[st
                 if path:
                     paths.setdefault(path, what)
     return best, [(what, path) for path, what in paths.items()]
+
+
+def _no_curves(trainer: Trainer) -> str:
+    """Return why a run that has no curve of a metric has none."""
+    every, steps = trainer.log_every_n_steps, trainer.global_step  # type: ignore[attr-defined]
+    if not 0 < every <= steps:
+        return (
+            f"There is none: the fit ended after {steps} steps, and log_every_n_steps is {every}."
+            f" For curves set Trainer(log_every_n_steps={max(1, steps // 10)})."
+        )
+    return "There is none: the module logged no number, as self.log('loss', loss) does."
 
 
 def _measured(summary: Summary) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _OURS: tuple[tuple[str, str, str], ...] = (  # pattern of names, title, section
     (r"memory/.+_gib", "peak memory, GiB", "Memory"),
     (r"memory/.+", "", "Memory"),
     (r"gpu/.+", "", "GPU"),
-    (r"checkpoint/.+", "", "Checkpoints"),
+    (r"checkpoint/.+", "", "Time of saving"),
     (r"guard/.+", "steps that went wrong", "Guard"),
 )
 
@@ -101,7 +101,7 @@ class History:
 
     def charts(self, *, most: int = _MOST_CURVES) -> list[Chart]:
         """Return the charts, at most ``most`` of the user's first, with training and validation in one chart."""
-        order = ["Curves", "Speed", "Memory", "GPU", "Checkpoints", "Guard"]
+        order = ["Curves", "Speed", "Memory", "GPU", "Time of saving", "Guard"]
         groups, _ = self._groups(most)
         return [
             Chart(

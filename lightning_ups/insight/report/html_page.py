@@ -28,6 +28,7 @@ class Content:
         checkpoints: Paths of checkpoints, by what they are.
         images: PNGs, by name.
         left_out: Names of curves without a chart.
+        no_curves: Why there is no curve.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Content:
     checkpoints: Sequence[tuple[str, str]] = ()
     images: Sequence[tuple[str, bytes]] = ()
     left_out: Sequence[str] = ()
+    no_curves: str = ""
     manifest: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -75,6 +77,8 @@ def _body(content: Content) -> Iterator[str]:
         yield f"<section><h2>Where a step's time goes</h2>{split_bar(content.split)}</section>"
     curves, others = [c for c in content.charts if c.section == "Curves"], list(content.charts)
     yield from _charts(curves)
+    if content.no_curves and not curves:
+        yield f"<section><h2>Curves</h2><p>{escape(content.no_curves)}</p></section>"
     if content.left_out:
         names = escape(", ".join(content.left_out))
         said = f"{len(content.left_out)} further curves are not drawn"

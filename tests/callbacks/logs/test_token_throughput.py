@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ups.callbacks import RunManifest, TokenThroughput
-from lightning_ups.insight.throughput import bottlenecks, timeline
+from lightning_ups.insight.throughput import bottlenecks, first_change, timeline
 from tests.toys import Net, loader, trainer
 
 
@@ -350,11 +350,26 @@ def test_measuring_may_pause(tmp_path):
 def test_a_slow_loader_is_found_and_named(tmp_path, monkeypatch):
     monkeypatch.setitem(bottlenecks.__globals__, "_LEAST_STEPS", 0)
     throughput, _ = fitted(tmp_path, data=many(40, sleep=0.01))
-    from lightning_ups.insight.throughput import first_change
-
     change = first_change(throughput.summary)
     assert change.name == "slow loader"
     assert "num_workers=0" in change.what
+
+
+def test_hooks_of_the_batch_and_callbacks_that_are_slow_are_named(tmp_path, monkeypatch):
+    class Encoding(Net):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            time.sleep(0.02)
+            return batch
+
+    class Slow(Callback):
+        def on_train_batch_end(self, *_):
+            time.sleep(0.02)
+
+    monkeypatch.setitem(bottlenecks.__globals__, "_LEAST_STEPS", 0)
+    encoding, _ = fitted(tmp_path, Encoding(), many(20))
+    assert "is spent in Encoding.on_after_batch_transfer" in first_change(encoding.summary).what
+    slow, _ = fitted(tmp_path, data=many(20), callbacks=[Slow()])
+    assert "do less after each batch in Slow" in first_change(slow.summary).change
 
 
 def test_the_table_is_printed_once_at_the_end(tmp_path, capsys, monkeypatch):

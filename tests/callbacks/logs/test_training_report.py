@@ -37,7 +37,7 @@ def fit(folder, *callbacks, module=None, logger=None, **options):
         enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
-        log_every_n_steps=2,
+        log_every_n_steps=options.pop("log_every_n_steps", 2),
         default_root_dir=folder,
         **options,
     )
@@ -65,6 +65,16 @@ def test_the_page_has_curves_split_thresholds_and_manifest(tmp_path, logs):
     assert ("samples per second</figcaption>" in text) == logs  # those go to loggers
     points = re.search(r'points="([^"]+)"><title>train_loss', text).group(1).split()
     assert len(points) >= 6
+
+
+def test_a_page_without_a_curve_says_why(tmp_path):
+    for every, module, why in (
+        (50, Logging(), "the fit ended after 12 steps, and log_every_n_steps is 50"),
+        (2, Net(), "the module logged no number"),
+    ):
+        report = TrainingReport(pictures=False)
+        fit(tmp_path, report, module=module, log_every_n_steps=every, limit_val_batches=0)
+        assert why in report.path.read_text()
 
 
 def test_it_needs_no_other_callback(tmp_path):
