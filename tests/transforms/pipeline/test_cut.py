@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_ups.models.gpt import GPT, GPTConfig
-from lightning_ups.transforms.pipeline import absent_state, cut_model, cut_of, drop_others
+from lightning_ups.transforms.pipeline import absent_state, cut_model, cut_of, drop_others, showing_others
 
 SHAPE = {"dim": 16, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 32, "vocab_size": 32, "max_seq_len": 8}
 
@@ -52,6 +52,19 @@ def test_what_was_dropped_gives_nan():
     drop_others(model, cut_model(model, size=2, schedule="1F1B", rank=1), device=torch.device("cpu"))
     assert model.embedding(torch.zeros(1, 2, dtype=torch.long)).isnan().all()
     assert not model.head(torch.zeros(1, 2, 16)).isnan().any()
+
+
+def test_parameters_of_other_ranks_are_shown_as_nan():
+    model, whole = gpt(), gpt()
+    model.embedding.requires_grad_(False)
+    drop_others(model, cut_model(model, size=2, schedule="1F1B", rank=1), device=torch.device("cpu"))
+    own = [*model.parameters()]
+    with showing_others(model):
+        shown = dict(model.named_parameters())
+        assert {*shown} == {name for name, _ in whole.named_parameters()}
+        assert shown["embedding.weight"].isnan().all()
+        assert [name for name, p in shown.items() if not p.requires_grad] == ["embedding.weight"]
+    assert [id(p) for p in model.parameters()] == [id(p) for p in own]
 
 
 def test_statistics_of_other_ranks_are_not_in_the_state_dict():

@@ -146,6 +146,26 @@ def test_a_block_outside_of_a_step_is_refused_until_the_end():
     model.blocks[0](X)
 
 
+class Writing(Block):
+    seen = 0.0
+
+    def forward(self, x, shift=None):
+        self.seen = x.mean()
+        return super().forward(x)
+
+
+def test_skipped_blocks_and_their_attributes_are_nan_within_a_step():
+    (first, stages, _), (last, others, _) = stages_of(None, 0, Writing), stages_of(None, 1, Writing)
+    hidden = stages.rehearse(0, lambda: first.step(X), received=None)
+    others.structure = stages.structure
+    others.rehearse(1, lambda: last.step(X), received=hidden)
+    step = lambda: (last.step(X), [torch.as_tensor(block.seen).isnan() for block in last.blocks])  # noqa: E731
+    result, seen = others.run(1, step, received=hidden, seed=0)
+    assert seen == [True, True, False, False]
+    assert not result.isnan()
+    assert last.blocks[0].seen == 0.0
+
+
 class Longer(Block):
     def forward(self, x, shift=None):
         return torch.cat((x, x))
