@@ -28,7 +28,8 @@ from lightning_ups.order.precision import stepping
 from lightning_ups.strategies import FSDP2Strategy, fsdp2, pipeline
 from lightning_ups.transforms.pipeline import split_batch
 from tests.ranks import Ranks
-from tests.strategies.cases import CASES, WIDTH, Case, data, train, weights_of
+from tests.strategies import cases
+from tests.strategies.cases import CASES, WIDTH, Case, data, weights_of
 from tests.toys import trainer
 
 
@@ -333,7 +334,11 @@ for case in (
     Drawn,
     Normalized,
 ):
-    CASES[case.__name__] = case
+    CASES[f"Pipeline{case.__name__}"] = case  # other files have cases of these names
+
+
+def train(name, *args, **options):
+    return cases.train(f"Pipeline{name}", *args, **options)
 
 
 def all_weights(model):
@@ -387,7 +392,7 @@ def run_on(strategy, folder, epochs, *, stages=None, resume=None):
     if strategy is not None:
         size, made = stages or 1, FSDP2Strategy(**strategy)
     seed_everything(3, verbose=False)
-    model = CASES["Adam"]()
+    model = CASES["PipelineAdam"]()
     lightning = trainer(folder, epochs=epochs, strategy=made, devices=size)
     lightning.fit(model, DataLoader(data(), batch_size=16), ckpt_path=resume)
     lightning.save_checkpoint(folder / f"{epochs}.ckpt")
@@ -436,7 +441,7 @@ def test_with_both_ends_on_one_rank_stages_are_one_device(ranks, tmp_path, name)
 
 def logged(folder, strategy, ranks):
     seed_everything(3, verbose=False)
-    model, rows = CASES["Measured"](), DataLoader(data(), batch_size=16)  # Lightning shuffles the rows of ranks
+    model, rows = CASES["PipelineMeasured"](), DataLoader(data(), batch_size=16)  # Lightning shuffles the rows of ranks
     lightning = trainer(folder, epochs=2, devices=ranks, strategy=strategy)
     lightning.fit(model, rows, DataLoader(data(), batch_size=6))
     tested = lightning.test(model, DataLoader(data(), batch_size=6), verbose=False)
@@ -562,7 +567,7 @@ def test_statistics_are_those_of_one_run_of_each_microbatch(ranks, tmp_path, sch
 
 def uneven(folder):
     lightning = trainer(folder, epochs=1, strategy=FSDP2Strategy(pipeline_parallel_size=2, microbatches=4), devices=2)
-    model = CASES["Own"]()
+    model = CASES["PipelineOwn"]()
     try:
         lightning.fit(model, DataLoader(data()[:14], batch_size=8))
     finally:
@@ -649,7 +654,7 @@ def twice(folder):
     """Fit a module that an earlier fit has cut."""
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
-    model = CASES["Staged"]()
+    model = CASES["PipelineStaged"]()
     for epochs in (2, 3):
         made = FSDP2Strategy(pipeline_parallel_size=2, microbatches=4)
         trainer(folder, epochs=epochs, strategy=made, devices=2).fit(model, DataLoader(data(), batch_size=16))
@@ -658,7 +663,7 @@ def twice(folder):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_second_fit_continues_with_the_stages(ranks, tmp_path):
-    model = CASES["Staged"]()
+    model = CASES["PipelineStaged"]()
     for epochs in (2, 3):
         trainer(tmp_path / "one", epochs=epochs).fit(model, DataLoader(data(), batch_size=16))
     check(ranks(twice, tmp_path), {"losses": torch.stack(model.losses).tolist(), "weights": weights_of(model)})
