@@ -76,14 +76,14 @@ def work(side: str, sides: Sequence[str], output: Path, *, tiny: bool) -> None:
     class Watch(Callback):
         """Times steps, then profiles some. Each timed step waits for the device once, at its end."""
 
-        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
             if trainer.global_step == WARMUP:
                 await_turn(side, sides, trainer.global_rank, output)
             if trainer.global_step == WARMUP + TIMED:
                 profiler.start()
             self.began = time.perf_counter()
 
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
             if trainer.global_step > WARMUP + TIMED:  # the profiled steps are not waited for: the host runs ahead
                 return
             if cuda:
