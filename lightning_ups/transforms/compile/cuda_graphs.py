@@ -227,12 +227,9 @@ class OwnGradients:
     def free_unused(self) -> None:
         """Free the memory that no gradient lies in, if it is much; call it before a backward, when most is in use."""
         if self._bytes > COPIED_BYTES:
-            self._bytes = 0
-            for index, (parameter, own) in enumerate(zip(self._parameters, self._own, strict=True)):
-                if own is not None and parameter.grad is not own:
-                    self._own[index] = None
-                elif own is not None:
-                    self._bytes += own.nbytes
+            pairs = zip(self._parameters, self._own, strict=True)
+            self._own = [own if parameter.grad is own else None for parameter, own in pairs]
+            self._bytes = sum(own.nbytes for own in self._own if own is not None)
 
     def forget(self) -> None:
         """Free the memory that no gradient lies in; call it when no graph will run any more."""
