@@ -328,6 +328,13 @@ class Clip(Case):
         return (out.logits_per_image.diagonal() - 1).square().mean()
 
 
+def decoder_of_transformers(layers):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=32)).double()
+
+
 CASES = {
     case.__name__: case
     for case in (

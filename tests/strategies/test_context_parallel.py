@@ -18,7 +18,7 @@ from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.context_parallel import parts, region
-from tests.strategies.cases import CASES, WIDTH, Case, data, on_ranks, train
+from tests.strategies.cases import CASES, WIDTH, Case, data, decoder_of_transformers, on_ranks, train
 from tests.toys import trainer
 
 
@@ -86,10 +86,7 @@ class Decoder(SplitGpt):
     """Llama of transformers, as its users call it, with padding at the end of rows."""
 
     def build(self):
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-        self.model = LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=32)).double()
+        self.model = decoder_of_transformers(layers=2)
 
     def loss(self, x):
         tokens = tokens_of(x)

@@ -29,7 +29,7 @@ from lightning_ups.strategies import FSDP2Strategy, fsdp2, pipeline
 from lightning_ups.transforms.pipeline import split_batch
 from tests.ranks import Ranks
 from tests.strategies import cases
-from tests.strategies.cases import CASES, WIDTH, Case, data, weights_of
+from tests.strategies.cases import CASES, WIDTH, Case, data, decoder_of_transformers, weights_of
 from tests.toys import trainer
 
 
@@ -93,10 +93,7 @@ class Decoder(Recording):
     """Llama of transformers, which computes its loss itself; blocks get masks and rotary tables."""
 
     def build(self):
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
-        self.model = LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=32)).double()
+        self.model = decoder_of_transformers(layers=4)
 
     def loss(self, x):
         tokens = (x * 8).long() % 32
